@@ -1,0 +1,210 @@
+/* Integer tiles: T quantized rows times panels of quantized weights.
+ *
+ *   weights, one vector:   row 0: 4 columns | row 1: the same 4 columns | ... | row 15     64 bytes
+ *   activation:            the 4 values of those columns, the same for every row            4 bytes
+ *   sums:                  row 0 | row 1 | ... | row 15                                    16 int32
+ *
+ * A block of 32 columns takes 8 such steps. Integers are exact, so how an instruction set adds them up
+ * is its own affair; what follows is the same float arithmetic everywhere, block after block:
+ *   out = fma(sum, d * scale, out); out = fma(m, min_sum, out)
+ *
+ * Nibbles are taken apart in registers, once for the T tokens of a tile.
+ */
+#ifdef MS_ISA
+
+/* This file's names stand for the current instruction set's, as those of vec16.h do. */
+#ifndef MS_INT8_NAMES
+#define MS_INT8_NAMES
+#define sums16 MS_FN(sums16)
+#define bytes64 MS_FN(bytes64)
+#define b_load MS_FN(b_load)
+#define b_low MS_FN(b_low)
+#define b_high MS_FN(b_high)
+#define s_start MS_FN(s_start)
+#define s_dot MS_FN(s_dot)
+#define s_finish MS_FN(s_finish)
+#endif
+
+#if MS_ISA == MS_ISA_PLAIN
+typedef struct {
+    uint8_t byte[64];
+} bytes64;
+typedef struct {
+    int32_t lane[16];
+} sums16;
+
+MS_INLINE bytes64 b_load(const uint8_t *p) { bytes64 r; memcpy(&r, p, 64); return r; }
+MS_INLINE bytes64 b_low(bytes64 b) { for (int i = 0; i < 64; i++) b.byte[i] &= 15; return b; }
+MS_INLINE bytes64 b_high(bytes64 b) { for (int i = 0; i < 64; i++) b.byte[i] >>= 4; return b; }
+MS_INLINE sums16 s_start(int bits, const ms_block_end *end) {
+    sums16 r;
+    (void)bits;
+    for (int i = 0; i < 16; i++) r.lane[i] = end->start;
+    return r;
+}
+/* lane i += the four products of row i */
+MS_INLINE sums16 s_dot(int bits, sums16 s, bytes64 w, const uint8_t *x) {
+    int8_t x4[4];
+    memcpy(x4, x, 4);
+    (void)bits;
+    for (int i = 0; i < 16; i++)
+        for (int k = 0; k < 4; k++) s.lane[i] += w.byte[4 * i + k] * x4[k];
+    return s;
+}
+MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
+    vec16 r;
+    (void)bits, (void)end;
+    for (int i = 0; i < 16; i++) r.lane[i] = (float)s.lane[i];
+    return r;
+}
+
+#elif MS_ISA == MS_ISA_AVX2
+/* maddubs multiplies unsigned by signed bytes and adds two products in 16 bits, with saturation.
+ * 4-bit weights: 15 * 127 * 16 = 30480 fits, so a whole block is added up in 16 bits.
+ * 8-bit weights: take 128 off, then |w| * (x with w's sign): at most 128 * 127 * 2 = 32512 fits. */
+typedef struct {
+    __m256i a, b;
+} bytes64;
+typedef bytes64 sums16;
+
+MS_INLINE bytes64 b_load(const uint8_t *p) {
+    bytes64 r;
+    r.a = _mm256_loadu_si256((const __m256i *)p), r.b = _mm256_loadu_si256((const __m256i *)(p + 32));
+    return r;
+}
+MS_INLINE bytes64 b_low(bytes64 b) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    b.a = _mm256_and_si256(b.a, mask), b.b = _mm256_and_si256(b.b, mask);
+    return b;
+}
+MS_INLINE bytes64 b_high(bytes64 b) {
+    b.a = _mm256_srli_epi16(b.a, 4), b.b = _mm256_srli_epi16(b.b, 4);
+    return b_low(b);
+}
+MS_INLINE sums16 s_start(int bits, const ms_block_end *end) {
+    sums16 r;
+    (void)bits, (void)end;
+    r.a = r.b = _mm256_setzero_si256();
+    return r;
+}
+MS_INLINE __m256i MS_FN(s_dot_half)(int bits, __m256i s, __m256i w, __m256i x) {
+    if (bits == 4) return _mm256_add_epi16(s, _mm256_maddubs_epi16(w, x));
+    w = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+    return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+MS_INLINE sums16 s_dot(int bits, sums16 s, bytes64 w, const uint8_t *x) {
+    int32_t x4;
+    memcpy(&x4, x, 4);
+    s.a = MS_FN(s_dot_half)(bits, s.a, w.a, _mm256_set1_epi32(x4));
+    s.b = MS_FN(s_dot_half)(bits, s.b, w.b, _mm256_set1_epi32(x4));
+    return s;
+}
+MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
+    const __m256i ones = _mm256_set1_epi16(1), first = _mm256_set1_epi32(end->start);
+    if (bits == 4) s.a = _mm256_madd_epi16(s.a, ones), s.b = _mm256_madd_epi16(s.b, ones);
+    s.a = _mm256_add_epi32(s.a, first), s.b = _mm256_add_epi32(s.b, first);
+    return MS_FN(v_pair)(_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b));
+}
+
+#else
+#define bytes64_avx512 __m512i
+#define sums16_avx512 __m512i
+
+MS_INLINE bytes64 b_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+MS_INLINE bytes64 b_low(bytes64 b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
+MS_INLINE bytes64 b_high(bytes64 b) { return _mm512_and_si512(_mm512_srli_epi16(b, 4), _mm512_set1_epi8(15)); }
+MS_INLINE sums16 s_start(int bits, const ms_block_end *end) {
+    (void)bits;
+    return _mm512_set1_epi32(end->start);
+}
+MS_INLINE sums16 s_dot(int bits, sums16 s, bytes64 w, const uint8_t *x) {
+    int32_t x4;
+    (void)bits;
+    memcpy(&x4, x, 4);
+    return _mm512_dpbusd_epi32(s, w, _mm512_set1_epi32(x4));
+}
+MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
+    (void)bits, (void)end;
+    return _mm512_cvtepi32_ps(s);
+}
+#endif
+
+/* ---- the same text for all ---- */
+
+/* T tokens times a panel. Called with constants only: the compiler makes one function of each. */
+MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int T,
+                                float *out, const uint8_t *w, int64_t blocks, const uint8_t *x, size_t stride) {
+    const int steps = width / 4, values = 16 * width * bits / 8, block_bytes = values + 32 * (1 + has_min);
+    vec16 total[MS_MOST_TOKENS];
+    MS_UNROLL for (int t = 0; t < T; t++) total[t] = v_set1(0.0f);
+    for (int64_t b = 0; b < blocks; b++, w += block_bytes, x += (size_t)width + sizeof(ms_block_end)) {
+        sums16 s[MS_MOST_TOKENS];
+        vec16 d = v_load_half((const uint16_t *)(const void *)(w + values)), m = d;
+        if (has_min) m = v_load_half((const uint16_t *)(const void *)(w + values + 32));
+        /* Weights come from memory: ask for what is eight blocks ahead. */
+        MS_UNROLL for (int byte = 0; byte < block_bytes; byte += 64) MS_PREFETCH(w + 8 * block_bytes + byte);
+        MS_UNROLL for (int t = 0; t < T; t++) s[t] = s_start(bits, block_end(x + t * stride, width));
+        MS_UNROLL for (int step = 0; step < steps; step++) {
+            bytes64 q = b_load(w + 64 * (bits == 4 ? step / 2 : step));
+            if (bits == 4) q = step % 2 ? b_high(q) : b_low(q);
+            MS_UNROLL for (int t = 0; t < T; t++) s[t] = s_dot(bits, s[t], q, x + t * stride + 4 * step);
+        }
+        MS_UNROLL for (int t = 0; t < T; t++) {
+            const ms_block_end *end = block_end(x + t * stride, width);
+            total[t] = v_fma(s_finish(bits, s[t], end), v_mul(d, v_set1(end->scale)), total[t]);
+            if (has_min) total[t] = v_fma(m, v_set1(end->min_sum), total[t]);
+        }
+    }
+    MS_UNROLL for (int t = 0; t < T; t++) v_store(out + 16 * t, total[t]);
+}
+
+#define MS_TILE(name, T, bits, width, has_min)                                                         \
+    static MS_TARGET void MS_FN(name##_##T)(float *out, const uint8_t *w, int64_t blocks,              \
+                                            const uint8_t *x, size_t stride) {                         \
+        MS_FN(int8_tile)(bits, width, has_min, T, out, w, blocks, x, stride);                          \
+    }
+#if MS_ISA == MS_ISA_AVX512
+#define MS_TILE_8 MS_TILE
+#define MS_TABLE_8(name) MS_FN(name##_8)
+#else /* fewer registers, or none: eight tokens do not fit */
+#define MS_TILE_8(name, T, bits, width, has_min)
+#define MS_TABLE_8(name) NULL
+#endif
+#define MS_KIND(name, bits, width, has_min)                                                            \
+    MS_TILE(name, 1, bits, width, has_min)                                                             \
+    MS_TILE(name, 2, bits, width, has_min)                                                             \
+    MS_TILE(name, 4, bits, width, has_min)                                                             \
+    MS_TILE_8(name, 8, bits, width, has_min)                                                           \
+    static const ms_tiles MS_FN(name) = {                                                              \
+        {NULL, MS_FN(name##_1), MS_FN(name##_2), NULL, MS_FN(name##_4), NULL, NULL, NULL, MS_TABLE_8(name)}};
+
+MS_KIND(q8_0, 8, 32, 0)
+MS_KIND(q4_0, 4, 32, 0)
+MS_KIND(q4_1, 4, 32, 1)
+MS_KIND(u8_32, 8, 32, 1)
+MS_KIND(u4_16, 4, 16, 1)
+MS_KIND(u8_16, 8, 16, 1)
+static const ms_tiles *const MS_FN(int8_tiles)[] = {&MS_FN(q8_0), &MS_FN(q4_0), &MS_FN(q4_1),
+                                                             &MS_FN(u8_32), &MS_FN(u4_16), &MS_FN(u8_16)};
+#undef MS_TILE
+#undef MS_TILE_8
+#undef MS_TABLE_8
+#undef MS_KIND
+
+#else
+#include "linear.h"
+
+/* What follows the `width` values of a quantized block. */
+MS_FORCE_INLINE const ms_block_end *block_end(const uint8_t *block, int width) {
+    return (const ms_block_end *)(const void *)(block + width);
+}
+
+#define MS_BODY "linear_int8.c"
+#include "foreach_isa.h"
+
+const ms_tiles *ms_int8_tiles(int isa, int type) {
+    static const ms_tiles *const *const tiles[] = MS_KERNELS(int8_tiles);
+    return tiles[isa][type - MS_Q8_0];
+}
+#endif

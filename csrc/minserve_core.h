@@ -1,0 +1,105 @@
+/* The C core's whole interface: the operations of minserve/ops/reference.py, same names, same meaning.
+ *
+ * Letters: T tokens, S sequences, D hidden size, F feed-forward size, H query heads, K key/value heads,
+ * d head size, N KV blocks, B block size. A shape after a pointer says what it points at.
+ *
+ * Every function returns an ms_error (0: done) and checks sizes, pointers and indices before it touches
+ * memory. Buffers belong to the caller, and nothing is kept from one call to the next. build_ffi.py
+ * gives this very text to cffi, so it holds declarations and comments only; a change to any of them
+ * goes with a new MS_ABI_VERSION, here and in minserve/ops/native.py.
+ */
+#ifndef MINSERVE_CORE_H
+#define MINSERVE_CORE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum ms_abi { MS_ABI_VERSION = 1 };
+
+enum ms_error {
+    MS_OK = 0,
+    MS_NULL_POINTER = 1,       /* a pointer is NULL */
+    MS_BAD_SIZE = 2,           /* a size is negative, zero where it may not be, too large, or not the right multiple */
+    MS_BAD_TYPE = 3,           /* no such weight or cache type, or the sizes do not suit it */
+    MS_BAD_ISA = 4,            /* no such instruction set, or this processor lacks it */
+    MS_BAD_THREADS = 5,        /* threads < 1 or > 1024 */
+    MS_BUFFER_TOO_SMALL = 6,   /* a buffer has fewer bytes than its sizes need */
+    MS_WORK_TOO_SMALL = 7,     /* the work space is smaller than ms_*_work says */
+    MS_BAD_TOKEN = 8,          /* a token id outside the vocabulary */
+    MS_BAD_SLOT = 9,           /* a slot outside the KV cache */
+    MS_BAD_BLOCK = 10,         /* a block id outside the KV cache, or a table too short */
+    MS_BAD_SEQUENCE = 11       /* query_start_loc or context_lens contradict each other or T */
+};
+
+/* Weight types. The first six are a model file's; the others hold a GroupedTensor:
+ * w = d * q + m with unsigned q of 8 or 4 bits and one d, m a block of 32 or 16 columns. */
+enum ms_type {
+    MS_F32 = 0, MS_F16 = 1, MS_BF16 = 2, MS_Q8_0 = 3, MS_Q4_0 = 4, MS_Q4_1 = 5,
+    MS_U8_32 = 6, MS_U4_16 = 7, MS_U8_16 = 8
+};
+
+/* Instruction sets. All give the same bits. */
+enum ms_isa { MS_PLAIN = 0, MS_AVX2 = 1, MS_AVX512_VNNI = 2 };
+
+/* How a call is to run: by how many threads, with which instruction set. */
+typedef struct {
+    int threads;
+    int isa;
+} ms_exec;
+
+/* ---- about the core itself ---- */
+int ms_abi_version(void);                  /* MS_ABI_VERSION as compiled in */
+const char *ms_error_text(int code);       /* one line for any code */
+const char *ms_isa_name(int isa);          /* "plain", "avx2", "avx512vnni", or "" */
+int ms_isa_available(int isa);             /* 1 if built in and this processor has it */
+int ms_isa_best(void);                     /* the last available one */
+int ms_openmp(void);                       /* the OpenMP date it was built with; 0: one thread only */
+const char *ms_compiler(void);             /* its name and version */
+
+/* ---- weights: from file bytes to panels (the picture is in pack.c) ---- */
+int ms_packed_bytes(int type, int64_t rows, int64_t columns, size_t *bytes);
+/* source: rows x columns as they lie in a model file, source_bytes in all; packed: ms_packed_bytes. */
+int ms_pack(const ms_exec *exec, int type, int64_t rows, int64_t columns,
+            const uint8_t *source, size_t source_bytes, uint8_t *packed, size_t packed_bytes);
+/* bits 4 or 8; group a multiple of 16 that divides columns: which type holds it. */
+int ms_grouped_type(int bits, int64_t group, int64_t columns, int *type);
+/* q (rows, columns); scale, minimum float16 (rows, columns / group). */
+int ms_pack_grouped(const ms_exec *exec, int bits, int64_t group, int64_t rows, int64_t columns,
+                    const uint8_t *q, const uint16_t *scale, const uint16_t *minimum,
+                    uint8_t *packed, size_t packed_bytes);
+
+/* ---- operations ---- */
+/* out (T, columns): rows token_ids[t] of packed (rows, columns), decoded. */
+int ms_embedding(const ms_exec *exec, float *out, const int32_t *token_ids, int64_t tokens,
+                 int type, int64_t rows, int64_t columns, const uint8_t *packed, size_t packed_bytes);
+/* out, x (T, D); weight (D,). */
+int ms_rms_norm(const ms_exec *exec, float *out, const float *x, const float *weight,
+                int64_t tokens, int64_t size, float eps);
+/* q int8 (T, columns), scale (T, ceil(columns / 32)); columns a multiple of 16. */
+int ms_quantize_activations(const ms_exec *exec, int8_t *q, float *scale, const float *x,
+                            int64_t tokens, int64_t columns);
+/* out (T, rows) = x (T, columns) @ packed (rows, columns) transposed. */
+int ms_linear_work(const ms_exec *exec, int64_t tokens, int type, int64_t rows, int64_t columns, size_t *bytes);
+int ms_linear(const ms_exec *exec, float *out, const float *x, int64_t tokens,
+              int type, int64_t rows, int64_t columns, const uint8_t *packed, size_t packed_bytes,
+              uint8_t *work, size_t work_bytes);
+/* out, x (T, heads, d); cosine, sine (T, d / 2). */
+int ms_rope(const ms_exec *exec, float *out, const float *x, const float *cosine, const float *sine,
+            int64_t tokens, int64_t heads, int64_t head_dim);
+/* k, v (T, K, d) into k_cache, v_cache (N, K, B, d), MS_F32 or MS_F16; slot_mapping (T,). */
+int ms_write_kv(const ms_exec *exec, const float *k, const float *v, void *k_cache, void *v_cache, int cache_type,
+                const int32_t *slot_mapping, int64_t tokens, int64_t kv_heads, int64_t head_dim,
+                int64_t num_blocks, int64_t block_size);
+/* out, q (T, H, d); caches (N, K, B, d); block_tables (S, max_blocks); context_lens (S,); query_start_loc (S + 1,). */
+int ms_paged_attention_work(const ms_exec *exec, int64_t heads, int64_t kv_heads, int64_t head_dim, size_t *bytes);
+int ms_paged_attention(const ms_exec *exec, float *out, const float *q, const void *k_cache, const void *v_cache,
+                       int cache_type, const int32_t *block_tables, const int32_t *context_lens,
+                       const int32_t *query_start_loc, int64_t tokens, int64_t sequences, int64_t max_blocks,
+                       int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks, int64_t block_size,
+                       float scale, uint8_t *work, size_t work_bytes);
+/* out, gate, up: n values. */
+int ms_silu_mul(const ms_exec *exec, float *out, const float *gate, const float *up, int64_t n);
+/* out, x, y: n values. */
+int ms_add(const ms_exec *exec, float *out, const float *x, const float *y, int64_t n);
+
+#endif

@@ -1,0 +1,24 @@
+/* Quantized activations, as the integer products read them (the picture is in quantize.c). */
+#ifndef MINSERVE_QUANTIZE_H
+#define MINSERVE_QUANTIZE_H
+
+#include "core.h"
+
+/* What follows the int8 values of a block in a quantized row. */
+typedef struct {
+    float scale;    /* x = scale * q */
+    float min_sum;  /* scale * (sum of q): a weight's m is multiplied by it */
+    int32_t start;  /* (shift - bias) * (sum of q): what the integer dot product starts from */
+    int32_t unused;
+} ms_block_end;
+
+/* Bytes of a quantized row of `columns` values for weights with blocks `width` wide. */
+MS_FORCE_INLINE size_t ms_quantized_row_bytes(int64_t columns, int width) {
+    return (size_t)(columns / width) * ((size_t)width + sizeof(ms_block_end));
+}
+
+/* rows of out <- rows of x (columns,), for weights of this kind; one for each ms_isa. */
+typedef void ms_quantize_row(uint8_t *out, const float *x, int64_t columns, const ms_kind *kind);
+extern ms_quantize_row *const ms_quantize_row_kernels[];
+
+#endif

@@ -1,0 +1,65 @@
+/* Stores the keys and values of T tokens in the KV cache, as float32 or float16.
+ *
+ *   cache (N, K, B, d):   block n: | head 0: place 0 .. B-1, d values each | head 1 | ... | head K-1 |
+ *   slot = n * B + place, so token t of head h goes to row (n * K + h) * B + place.
+ *
+ * Threads divide the heads, not the tokens: if two tokens name the same slot, the later one stays.
+ */
+#ifdef MS_ISA
+
+static MS_TARGET void MS_FN(write_row)(void *cache, int half, int64_t row, const float *x, int64_t size) {
+    if (!half) {
+        memcpy((float *)cache + row * size, x, (size_t)size * 4);
+        return;
+    }
+    uint16_t *to = (uint16_t *)cache + row * size;
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16) v_store_half(to + i, v_load(x + i));
+    if (i < size) v_store_half_part(to + i, v_load_part(x + i, size - i), size - i);
+}
+
+#else
+#define MS_BODY "write_kv.c"
+#include "foreach_isa.h"
+
+typedef void write_row_kernel(void *cache, int half, int64_t row, const float *x, int64_t size);
+typedef struct {
+    write_row_kernel *kernel;
+    const float *k, *v;
+    void *k_cache, *v_cache;
+    const int32_t *slots;
+    int half;
+    int64_t tokens, kv_heads, head_dim, block_size;
+} write_kv_job;
+
+static void write_kv_task(const void *job, int64_t begin, int64_t end, int thread) {
+    const write_kv_job *j = job;
+    (void)thread;
+    for (int64_t t = 0; t < j->tokens; t++)
+        for (int64_t h = begin; h < end; h++) {
+            int64_t block = j->slots[t] / j->block_size, place = j->slots[t] % j->block_size;
+            int64_t row = (block * j->kv_heads + h) * j->block_size + place;
+            int64_t from = (t * j->kv_heads + h) * j->head_dim;
+            j->kernel(j->k_cache, j->half, row, j->k + from, j->head_dim);
+            j->kernel(j->v_cache, j->half, row, j->v + from, j->head_dim);
+        }
+}
+
+int ms_write_kv(const ms_exec *exec, const float *k, const float *v, void *k_cache, void *v_cache, int cache_type,
+                const int32_t *slot_mapping, int64_t tokens, int64_t kv_heads, int64_t head_dim,
+                int64_t num_blocks, int64_t block_size) {
+    static write_row_kernel *const kernels[] = MS_KERNELS(write_row);
+    MS_TRY(ms_check_exec(exec));
+    if (!k || !v || !k_cache || !v_cache || !slot_mapping) return MS_NULL_POINTER;
+    if (cache_type != MS_F32 && cache_type != MS_F16) return MS_BAD_TYPE;
+    MS_TRY(ms_check_sizes(tokens, kv_heads, head_dim, 1));
+    MS_TRY(ms_check_sizes(num_blocks, kv_heads, block_size, head_dim));
+    for (int64_t t = 0; t < tokens; t++)
+        if (slot_mapping[t] < 0 || slot_mapping[t] >= num_blocks * block_size) return MS_BAD_SLOT;
+    write_kv_job job = {kernels[exec->isa], k, v, k_cache, v_cache, slot_mapping, cache_type == MS_F16,
+                        tokens, kv_heads, head_dim, block_size};
+    int threads = tokens * kv_heads * head_dim < MS_PIECE / 5 ? 1 : exec->threads;
+    ms_parallel(threads, kv_heads, 1, write_kv_task, &job);
+    return MS_OK;
+}
+#endif

@@ -1,0 +1,1 @@
+"""Helpers for tests: writers of small synthetic model files. Nothing in the package imports these."""
