@@ -1,0 +1,1 @@
+"""From scheduled tokens to sampled ones: ModelRunner, Sampler, LLMEngine."""

@@ -1,0 +1,1 @@
+"""The working set: KV memory in fixed blocks."""

@@ -1,0 +1,131 @@
+"""The Llama transformer (arXiv 2302.13971), written once over the list of operations.
+
+Shape letters as in ops/reference.py: T tokens, D hidden size, F feed-forward size, V vocabulary,
+H query heads, K key/value heads, d head size, L rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minserve.errors import ParameterError
+from minserve.model.config import ModelConfig
+from minserve.model.model_input import ModelInput
+from minserve.model.rope import inverse_frequencies
+from minserve.ops import Backend
+from minserve.ops.dtypes import Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's weights, in the form that the backend computes with."""
+
+    input_layernorm: Any  # (D,)
+    q_proj: Any  # (H * d, D)
+    k_proj: Any  # (K * d, D)
+    v_proj: Any  # (K * d, D)
+    o_proj: Any  # (D, H * d)
+    post_attention_layernorm: Any  # (D,)
+    gate_proj: Any  # (F, D)
+    up_proj: Any  # (F, D)
+    down_proj: Any  # (D, F)
+
+
+# field of Layer -> its tensor's name in a Hugging Face file, after "model.layers.N."
+LAYER_TENSORS = {
+    "input_layernorm": "input_layernorm.weight",
+    "q_proj": "self_attn.q_proj.weight",
+    "k_proj": "self_attn.k_proj.weight",
+    "v_proj": "self_attn.v_proj.weight",
+    "o_proj": "self_attn.o_proj.weight",
+    "post_attention_layernorm": "post_attention_layernorm.weight",
+    "gate_proj": "mlp.gate_proj.weight",
+    "up_proj": "mlp.up_proj.weight",
+    "down_proj": "mlp.down_proj.weight",
+}
+
+
+class Transformer:
+    """A model's weights on one backend, and the forward pass over them.
+
+    tensors: stored weights by Hugging Face name. max_model_len: positions to make cosines for.
+    progress(done, total) is called as layers are prepared.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        ops: Backend,
+        max_model_len: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        total = config.num_hidden_layers + 2
+
+        def prepared(name: str) -> Any:
+            return ops.prepare(tensors[name])
+
+        def report(done: int) -> None:
+            if progress is not None:
+                progress(done, total)
+
+        self.embed_tokens = prepared("model.embed_tokens.weight")  # (V, D)
+        report(1)
+        self.layers: list[Layer] = []
+        for i in range(config.num_hidden_layers):
+            weights = {field: prepared(f"model.layers.{i}.{name}") for field, name in LAYER_TENSORS.items()}
+            self.layers.append(Layer(**weights))
+            report(i + 2)
+        self.norm = prepared("model.norm.weight")  # (D,)
+        self.lm_head = self.embed_tokens if config.tie_word_embeddings else prepared("lm_head.weight")  # (V, D)
+        report(total)
+
+        # The angle of position p and pair i is p * inv_freq[i]. Made once for all positions, so that a
+        # position's cosines have the same bits in every batch.
+        inv_freq, attention_factor = inverse_frequencies(config)  # float64 (d/2,)
+        angles = np.arange(max_model_len)[:, None] * inv_freq[None, :]  # float64 (positions, d/2)
+        self.cos = (np.cos(angles) * attention_factor).astype(np.float32)
+        self.sin = (np.sin(angles) * attention_factor).astype(np.float32)
+
+    def forward(self, batch: ModelInput, k_caches: Sequence[np.ndarray], v_caches: Sequence[np.ndarray]) -> np.ndarray:
+        """Run one step. Writes the tokens' keys and values into the caches; returns logits (L, V).
+
+        k_caches, v_caches: one array a layer, as `ops.reference.paged_attention` describes them.
+        Raises ParameterError if a token id is not in the vocabulary.
+        """
+        ops, config = self.ops, self.config
+        ids = batch.token_ids
+        if ids.size and (ids.min() < 0 or ids.max() >= config.vocab_size):
+            raise ParameterError(f"a token id is outside the vocabulary (0 to {config.vocab_size - 1})")
+        T, H, K, d = ids.size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # (T, d/2) each
+        scale = d**-0.5
+
+        x = ops.embedding(ids, self.embed_tokens)  # (T, D)
+        for layer, k_cache, v_cache in zip(self.layers, k_caches, v_caches, strict=True):
+            h = ops.rms_norm(x, layer.input_layernorm, config.rms_norm_eps)  # (T, D)
+            q = ops.linear(h, layer.q_proj).reshape(T, H, d)
+            k = ops.linear(h, layer.k_proj).reshape(T, K, d)
+            v = ops.linear(h, layer.v_proj).reshape(T, K, d)
+            q = ops.rope(q, cos, sin)  # (T, H, d)
+            k = ops.rope(k, cos, sin)  # (T, K, d)
+            ops.write_kv(k, v, k_cache, v_cache, batch.slot_mapping)
+            mixed = ops.paged_attention(
+                q, k_cache, v_cache, batch.block_tables, batch.context_lens, batch.query_start_loc, scale
+            )  # (T, H, d)
+            x = ops.add(x, ops.linear(mixed.reshape(T, H * d), layer.o_proj))  # (T, D)
+
+            h = ops.rms_norm(x, layer.post_attention_layernorm, config.rms_norm_eps)  # (T, D)
+            gate = ops.linear(h, layer.gate_proj)  # (T, F)
+            up = ops.linear(h, layer.up_proj)  # (T, F)
+            x = ops.add(x, ops.linear(ops.silu_mul(gate, up), layer.down_proj))  # (T, D)
+
+        # Only the rows that someone will sample from or score pay for the output layer.
+        h = ops.rms_norm(x[batch.logits_indices], self.norm, config.rms_norm_eps)  # (L, D)
+        return ops.linear(h, self.lm_head)  # (L, V)
