@@ -1,0 +1,1 @@
+"""Lower precision, and the evaluation that it must pass."""
