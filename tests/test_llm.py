@@ -19,8 +19,8 @@ from minserve.model import catalog
 from minserve.ops import native
 from minserve.ops.dtypes import WEIGHT_TYPES
 from minserve.quantize.evaluation import kl_divergence, perplexity
-from minserve.request import Request, Sequence
 
+from .support.prompt_logits import prompt_logits as logits
 from .support.tiny_llama import tiny_llama
 
 BACKENDS = ["numpy", pytest.param("c", marks=pytest.mark.skipif(bool(native.why_unavailable()), reason="no C core"))]
@@ -38,19 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.write_hf(path / "hf", "F32")
     tiny_llama(seed=2, tie_word_embeddings=False).write_gguf(path / "untied.gguf", "F32")
     return path
-
-
-def logits(llm: LLM, ids: list[int], chunk: int = 10_000) -> np.ndarray:
-    """Logits at every position, float32 (len(ids), V), computed `chunk` tokens at a time."""
-    seq = Sequence(Request("test", ids, SamplingParams()), 0, list(ids))
-    seq.block_table = llm.engine.pool.allocate(-(-len(ids) // llm.engine.block_size))
-    rows = []
-    while seq.num_computed_tokens < len(ids):
-        count = min(chunk, len(ids) - seq.num_computed_tokens)
-        rows += llm.engine.runner.run([ScheduledSequence(seq, count, count)])
-        seq.num_computed_tokens += count
-    llm.engine.pool.free(seq.block_table)
-    return np.concatenate(rows)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

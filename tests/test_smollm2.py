@@ -17,6 +17,8 @@ from minserve.errors import MinserveError, ParameterError
 from minserve.ops import native
 from minserve.quantize.evaluation import kl_divergence, perplexity
 
+from .support.prompt_logits import prompt_logits
+
 COUNT = "1, 2, 3, 4, 5,"
 COUNT_IDS = [33, 28, 216, 34, 28, 216, 35, 28, 216, 36, 28, 216, 37, 28]
 COUNT_ANSWER = [216, 38, 28, 216, 39, 28, 216, 40, 28, 216, 41, 28, 216, 33, 32, 28]
@@ -165,22 +167,6 @@ def test_logprobs(llm: LLM) -> None:
         assert entry is not None
         assert token_id in entry
         assert len(entry) in (2, 3)
-
-
-def prompt_logits(llm: LLM, ids: list[int], chunk: int) -> np.ndarray:
-    """Logits at every position of ids, float32 (len(ids), V), prefilled `chunk` tokens at a time."""
-    from minserve.engine.model_runner import ScheduledSequence
-    from minserve.request import Request, Sequence
-
-    seq = Sequence(Request("test", ids, SamplingParams()), 0, list(ids))
-    seq.block_table = llm.engine.pool.allocate(-(-len(ids) // llm.engine.block_size))
-    rows = []
-    while seq.num_computed_tokens < len(ids):
-        count = min(chunk, len(ids) - seq.num_computed_tokens)
-        rows += llm.engine.runner.run([ScheduledSequence(seq, count, count)])
-        seq.num_computed_tokens += count
-    llm.engine.pool.free(seq.block_table)
-    return np.concatenate(rows)
 
 
 def test_c_agrees_with_numpy(numpy_llm: LLM, c_llm: LLM) -> None:
