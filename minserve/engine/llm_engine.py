@@ -202,21 +202,22 @@ class LLMEngine:
     def _retire(self, state: RequestState) -> RequestOutput:
         """Take a request that has ended out of the engine; its blocks are free again."""
         if not state.output.finished:  # else it was aborted in the middle of its own step
-            state.seq.status = SequenceStatus.FINISHED
             self.pool.free(state.seq.block_table)
-            state.seq.block_table = []
             self._queue.remove(state)
-            state.output.metrics.finished_time = self.clock()
-            state.output.finished = True
+            self._close(state)
         return state.output
 
     def _drop(self, state: RequestState) -> None:
         """Abort a request that was interrupted at an unknown place; only what the others own stays in use."""
         if state in self._queue:
             self._queue.remove(state)
-        state.seq.status = SequenceStatus.FINISHED
-        state.seq.block_table = []
         self.pool.keep_only(block for other in self._queue for block in other.seq.block_table)
         state.end(FinishReason.ABORT)
+        self._close(state)
+
+    def _close(self, state: RequestState) -> None:
+        """The request is out of the queue and its blocks are the pool's: nothing of it changes any more."""
+        state.seq.status = SequenceStatus.FINISHED
+        state.seq.block_table = []
         state.output.metrics.finished_time = self.clock()
         state.output.finished = True
