@@ -6,6 +6,9 @@ The command line prints the message alone and exits with 2; a library user catch
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class MinserveError(Exception):
     """Base of every error that minserve raises on purpose."""
@@ -71,6 +74,12 @@ def shown(value: object) -> str:
     except Exception:  # a whole number of more digits than Python will write, say
         text = f"an unprintable {type(value).__name__}"
     return text if len(text) <= 100 else text[:97] + "..."
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """' (did you mean NAME?)' for the closest name, or nothing if none is close."""
+    close = difflib.get_close_matches(word, list(names), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def check_whole_number(name: str, value: object, low: int, high: int | None = None) -> None:

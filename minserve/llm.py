@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from minserve.errors import ModelFileError, ParameterError, TokenizerError, chec
 from minserve.kv.block_pool import BlockPool
 from minserve.kv.kv_cache import KVCache
 from minserve.model import catalog
+from minserve.model.catalog import Progress
 from minserve.model.loader import open_model
 from minserve.model.transformer import Transformer
 from minserve.ops import load_backend
@@ -22,8 +23,6 @@ from minserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
-# progress(stage, done, total), called while something long goes on
-Progress = Callable[[str, int, int], None]
 
 # A context longer than this is only reserved if the user asks for it by max_model_len.
 DEFAULT_MAX_MODEL_LEN = 8192
@@ -223,8 +222,7 @@ class LLM:
                 self.engine.check_length(self.tokenizer.fewest_tokens(prompt), counted=False)
             ids = self.tokenizer.encode(prompt, add_bos=self.tokenizer.add_bos)
             return self._checked(Request(self._new_id(), ids, params, prompt=prompt))
-        self.tokenizer.check_ids(prompt)
-        return self._checked(Request(self._new_id(), [int(i) for i in prompt], params))
+        return self._checked(Request(self._new_id(), self.tokenizer.check_ids(prompt), params))
 
     def _chat_request(self, messages: Sequence[Message], params: SamplingParams) -> Request:
         text = self.chat_template.render(messages)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from minserve.errors import ParameterError
+from minserve.errors import ParameterError, did_you_mean
 from minserve.sampling_params import SamplingParams
 
 LARGEST_TEXT = 128 * 2**20  # bytes; a hundred times as much as any context holds
@@ -49,12 +48,6 @@ def parse(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
             command.error(f"there is no option {word}{did_you_mean(word, options)}")
         command.error(f"one argument too many: {word!r}; text with spaces needs quotes")
     return args
-
-
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """' (did you mean NAME?)' for the closest name, or nothing if none is close."""
-    close = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def at_least(low: int) -> Callable[[str], int]:

@@ -6,7 +6,6 @@ pip is set up for can deliver it.
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -14,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from minserve.errors import DownloadError, ModelNotFoundError, shown
+from minserve.errors import DownloadError, ModelNotFoundError, did_you_mean, shown
 
 Progress = Callable[[str, int, int], None]
-"""progress(stage, done bytes, total bytes): stage is "download", "extract", or "wait" (another process pulls; 0, 0)."""
+"""progress(stage, done, total), called while something long goes on. Fetching counts bytes, in the stages
+"download", "extract" and "wait" (another process pulls; 0, 0); LLM adds "load" and "generate"."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,9 @@ def known(name: str) -> KnownModel:
     """The model of that name. Raises ModelNotFoundError, with the names that there are."""
     if name in KNOWN:
         return KNOWN[name]
-    raise ModelNotFoundError(f"no model is called {name!r}{_did_you_mean(name)}; known models: {', '.join(KNOWN)}")
-
-
-def _did_you_mean(name: str) -> str:
-    close = difflib.get_close_matches(name.lower(), KNOWN, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    raise ModelNotFoundError(
+        f"no model is called {name!r}{did_you_mean(name.lower(), KNOWN)}; known models: {', '.join(KNOWN)}"
+    )
 
 
 def cached(name: str) -> Path | None:
@@ -126,6 +123,6 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool = True, prog
     except (OSError, ValueError):  # too long, a null character: no such file either
         pass
     raise ModelNotFoundError(
-        f"{text!r} is neither a known model nor a file or folder{_did_you_mean(text)}; known models: "
-        f"{', '.join(KNOWN)}. The path of a GGUF file or of a Hugging Face folder works too"
+        f"{text!r} is neither a known model nor a file or folder{did_you_mean(text.lower(), KNOWN)}; "
+        f"known models: {', '.join(KNOWN)}. The path of a GGUF file or of a Hugging Face folder works too"
     )

@@ -8,10 +8,10 @@ from typing import overload
 
 import numpy as np
 
-from minserve.errors import ModelFileError, TokenizerError, UnsupportedModelError
+from minserve.errors import ModelFileError, UnsupportedModelError
 from minserve.model.gguf import GGUFFile
 from minserve.model.gguf_values import StringArray
-from minserve.text.byte_alphabet import to_bytes
+from minserve.model.token_spelling import token_bytes
 from minserve.text.pretokenizer import pattern
 from minserve.text.vocabulary import Vocabulary
 
@@ -39,7 +39,7 @@ class TokenBytes(Sequence[bytes]):
         spelling = self._spellings[index]
         if index % len(self) in self._literal:
             return spelling.encode("utf-8")
-        return _decode(spelling, self._path)
+        return token_bytes(self._path, spelling)
 
 
 class MergePairs(Sequence[tuple[bytes, bytes]]):
@@ -62,15 +62,7 @@ class MergePairs(Sequence[tuple[bytes, bytes]]):
         left, space, right = spelling.partition(" ")
         if not left or not space or not right or " " in right:
             raise ModelFileError(f"{self._path}: merge {index} is {spelling!r:.80}, not two tokens and a space between")
-        return _decode(left, self._path), _decode(right, self._path)
-
-
-def _decode(spelling: str, path: str) -> bytes:
-    """A token's bytes; an error names the file."""
-    try:
-        return to_bytes(spelling)
-    except TokenizerError as error:
-        raise ModelFileError(f"{path}: {error}") from None
+        return token_bytes(self._path, left), token_bytes(self._path, right)
 
 
 def read_vocabulary(file: GGUFFile, vocab_size: int) -> Vocabulary:

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from minserve.errors import ModelFileError, TokenizerError, UnsupportedModelError
+from minserve.errors import ModelFileError, UnsupportedModelError
 from minserve.model.json_file import read_object, read_text, shown, typed
-from minserve.text.byte_alphabet import to_bytes
+from minserve.model.token_spelling import token_bytes
 from minserve.text.vocabulary import Vocabulary
 
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
@@ -56,7 +56,7 @@ def read_vocabulary(folder: Path, config: dict[str, Any], vocab_size: int) -> Vo
     for spelling, token_id in spellings.items():
         _place(path, tokens, token_id, spelling)
         if spelling not in special:
-            tokens[token_id] = _decode(path, spelling)
+            tokens[token_id] = token_bytes(path, spelling)
     for name, token_id in special.items():
         data = _utf8(path, name)
         _place(path, tokens, token_id, name)
@@ -165,13 +165,6 @@ def _place(path: Path, tokens: list[bytes | None], token_id: object, spelling: s
         raise ModelFileError(f"{path}: the id {token_id} belongs to {shown(spelling)} and to another token")
 
 
-def _decode(path: Path, spelling: str) -> bytes:
-    try:
-        return to_bytes(spelling)
-    except TokenizerError as error:
-        raise ModelFileError(f"{path}: {error}") from None
-
-
 def _utf8(path: Path, name: str) -> bytes:
     try:
         return name.encode("utf-8")
@@ -186,7 +179,7 @@ def _merges(path: Path, merges: Any) -> list[tuple[bytes, bytes]]:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(part, str) and part for part in pair):
             raise ModelFileError(f"{path}: merge {index} is {shown(merge)}, not two tokens")
-        pairs.append((_decode(path, pair[0]), _decode(path, pair[1])))
+        pairs.append((token_bytes(path, pair[0]), token_bytes(path, pair[1])))
     return pairs
 
 
