@@ -294,6 +294,9 @@ def test_metrics_come_from_the_clock_that_is_given() -> None:
     assert (metrics.num_prompt_tokens, metrics.num_output_tokens, metrics.num_decode_tokens) == (2, 4, 3)
     assert metrics.decode_tokens_per_second is not None
     assert metrics.decode_tokens_per_second == pytest.approx(3 / metrics.decode_seconds)
+    assert metrics.last_token_time is not None
+    assert metrics.finished_time is not None
+    assert metrics.finished_time > metrics.last_token_time
 
 
 def test_ttft_counts_the_wait_in_the_queue() -> None:

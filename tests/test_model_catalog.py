@@ -116,3 +116,5 @@ def test_known_refuses_other_names() -> None:
         catalog.known("mistral")
     with pytest.raises(ModelNotFoundError, match="did you mean smollm2"):
         catalog.cached("smollm-2")
+    with pytest.raises(ModelNotFoundError, match="did you mean smollm2"):
+        catalog.known("SMOLLM2")
