@@ -5,6 +5,9 @@
  *   weights:    e^(score - top) of the positions that the row sees, 0 for the others
  *   mix_values: mixed[row][i] += weight v[i]          position after position
  *
+ * Int8 rows are read as the integers q that they hold. Their scales are not multiplied into the values
+ * but into the one number of a position: score = scale * k_scale (q . k), then weight * v_scale.
+ *
  * A tile of rows times positions (then: rows times pieces of 16 values) stays in registers.
  */
 #ifdef MS_ISA
@@ -16,23 +19,25 @@
 #define kv_load_part MS_FN(kv_load_part)
 #endif
 
-/* 16 values of a cache row, from its value i on. */
-MS_INLINE vec16 kv_load(int half, const void *row, int64_t i) {
-    return half ? v_load_half((const uint16_t *)row + i) : v_load((const float *)row + i);
+/* 16 values of a cache row, from its value i on; of an int8 row without its scale. */
+MS_INLINE vec16 kv_load(int type, const void *row, int64_t i) {
+    if (type == MS_KV_I8) return v_load_i8((const int8_t *)row + i);
+    return type == MS_KV_F16 ? v_load_half((const uint16_t *)row + i) : v_load((const float *)row + i);
 }
 /* The n < 16 last values, then zeros. */
-MS_INLINE vec16 kv_load_part(int half, const void *row, int64_t i, int64_t n) {
-    return half ? v_load_half_part((const uint16_t *)row + i, n) : v_load_part((const float *)row + i, n);
+MS_INLINE vec16 kv_load_part(int type, const void *row, int64_t i, int64_t n) {
+    if (type == MS_KV_I8) return v_load_i8_part((const int8_t *)row + i, n);
+    return type == MS_KV_F16 ? v_load_half_part((const uint16_t *)row + i, n) : v_load_part((const float *)row + i, n);
 }
 
 /* products (R, 16 keys, 16 lanes): lane-wise sums of q . k for R query rows and keys [key, key + K). */
-MS_INLINE void MS_FN(dot_keys)(int half, int R, int K, float *products, const float *q, int64_t padded,
+MS_INLINE void MS_FN(dot_keys)(int type, int R, int K, float *products, const float *q, int64_t padded,
                                const void *const *keys, int key, int64_t head_dim) {
     vec16 s[16], k[4];
     int64_t c = 0;
     MS_UNROLL for (int i = 0; i < R * K; i++) s[i] = v_set1(0.0f);
     for (; c + 16 <= head_dim; c += 16) {
-        MS_UNROLL for (int i = 0; i < K; i++) k[i] = kv_load(half, keys[key + i], c);
+        MS_UNROLL for (int i = 0; i < K; i++) k[i] = kv_load(type, keys[key + i], c);
         MS_UNROLL for (int r = 0; r < R; r++) {
             vec16 qc = v_load(q + r * padded + c);
             MS_UNROLL for (int i = 0; i < K; i++) s[r * K + i] = v_fma(qc, k[i], s[r * K + i]);
@@ -41,7 +46,7 @@ MS_INLINE void MS_FN(dot_keys)(int half, int R, int K, float *products, const fl
     MS_UNROLL for (int r = 0; r < R; r++) {
         MS_UNROLL for (int i = 0; i < K; i++) {
             if (c < head_dim) {
-                vec16 rest = kv_load_part(half, keys[key + i], c, head_dim - c);
+                vec16 rest = kv_load_part(type, keys[key + i], c, head_dim - c);
                 s[r * K + i] = v_fma(v_load(q + r * padded + c), rest, s[r * K + i]);
             }
             v_store(products + 256 * r + 16 * (key + i), s[r * K + i]);
@@ -51,15 +56,15 @@ MS_INLINE void MS_FN(dot_keys)(int half, int R, int K, float *products, const fl
 
 /* mixed (R, padded) += weights (R, 16) times the values of positions [begin, end), from their value `from` on:
  * C pieces of 16, or one piece of n < 16. */
-MS_INLINE void MS_FN(mix_values)(int half, int R, int C, int64_t n, float *mixed, int64_t padded, const float *weights,
+MS_INLINE void MS_FN(mix_values)(int type, int R, int C, int64_t n, float *mixed, int64_t padded, const float *weights,
                                  const void *const *values, int begin, int end, int64_t from) {
     vec16 m[16], v[4];
     MS_UNROLL for (int r = 0; r < R; r++) {
         MS_UNROLL for (int c = 0; c < C; c++) m[r * C + c] = v_load(mixed + r * padded + from + 16 * c);
     }
     for (int i = begin; i < end; i++) {
-        if (n) v[0] = kv_load_part(half, values[i], from, n);
-        else MS_UNROLL for (int c = 0; c < C; c++) v[c] = kv_load(half, values[i], from + 16 * c);
+        if (n) v[0] = kv_load_part(type, values[i], from, n);
+        else MS_UNROLL for (int c = 0; c < C; c++) v[c] = kv_load(type, values[i], from + 16 * c);
         MS_UNROLL for (int r = 0; r < R; r++) {
             vec16 w = v_set1(weights[16 * r + i]);
             MS_UNROLL for (int c = 0; c < C; c++) m[r * C + c] = v_fma(w, v[c], m[r * C + c]);
@@ -79,31 +84,32 @@ enum { MS_FN(rows) = 2, MS_FN(cols) = 2 };
 enum { MS_FN(rows) = 1, MS_FN(cols) = 1 };
 #endif
 
-MS_INLINE void MS_FN(mix_row_group)(int half, int R, float *mixed, int64_t padded, const float *weights,
+MS_INLINE void MS_FN(mix_row_group)(int type, int R, float *mixed, int64_t padded, const float *weights,
                                     const void *const *values, int begin, int end, int64_t head_dim) {
     int64_t from = 0;
     for (; from + 16 * MS_FN(cols) <= head_dim; from += 16 * MS_FN(cols))
-        MS_FN(mix_values)(half, R, MS_FN(cols), 0, mixed, padded, weights, values, begin, end, from);
+        MS_FN(mix_values)(type, R, MS_FN(cols), 0, mixed, padded, weights, values, begin, end, from);
     for (; from + 16 <= head_dim; from += 16)
-        MS_FN(mix_values)(half, R, 1, 0, mixed, padded, weights, values, begin, end, from);
+        MS_FN(mix_values)(type, R, 1, 0, mixed, padded, weights, values, begin, end, from);
     if (from < head_dim)
-        MS_FN(mix_values)(half, R, 1, head_dim - from, mixed, padded, weights, values, begin, end, from);
+        MS_FN(mix_values)(type, R, 1, head_dim - from, mixed, padded, weights, values, begin, end, from);
 }
 
 /* Takes one span of positions into R rows: visible[r] of its `count` positions are seen by row r. */
-MS_INLINE void MS_FN(span)(int half, int R, const ms_attention *a, int64_t row, const void *const *keys,
+MS_INLINE void MS_FN(span)(int type, int R, const ms_attention *a, int64_t row, const void *const *keys,
                            const void *const *values, int count, const int *visible) {
     const int64_t padded = a->padded;
     int common = 16, key = 0;
     for (; key + MS_FN(cols) <= count; key += MS_FN(cols))
-        MS_FN(dot_keys)(half, R, MS_FN(cols), a->products, a->q + row * padded, padded, keys, key, a->head_dim);
+        MS_FN(dot_keys)(type, R, MS_FN(cols), a->products, a->q + row * padded, padded, keys, key, a->head_dim);
     for (; key < count; key++)
-        MS_FN(dot_keys)(half, R, 1, a->products, a->q + row * padded, padded, keys, key, a->head_dim);
+        MS_FN(dot_keys)(type, R, 1, a->products, a->q + row * padded, padded, keys, key, a->head_dim);
     for (int r = 0; r < R; r++) {
         float *mixed = a->mixed + (row + r) * padded, *total = a->total + (row + r) * 16, *top = a->top + row + r;
         if (visible[r] < common) common = visible[r];
         if (visible[r] <= 0) continue;
         vec16 scores = v_mul(v_sum_each(a->products + 256 * r), v_set1(a->scale));
+        if (type == MS_KV_I8) scores = v_mul(scores, v_load(a->key_scales));
         scores = v_first(scores, visible[r]);
         float highest = v_max(scores);
         if (highest > *top) {
@@ -115,6 +121,7 @@ MS_INLINE void MS_FN(span)(int half, int R, const ms_attention *a, int64_t row, 
         }
         vec16 weights = v_exp(v_sub(scores, v_set1(*top)));
         v_store(total, v_add(v_load(total), weights));
+        if (type == MS_KV_I8) weights = v_mul(weights, v_load(a->value_scales));
         v_store(a->weights + 16 * r, weights);
     }
     /* The positions that all rows see are read once for all of them, then what each later row sees beyond:
@@ -122,34 +129,38 @@ MS_INLINE void MS_FN(span)(int half, int R, const ms_attention *a, int64_t row, 
      *     row 1 |=== common ===|--|
      *     row 2 |=== common ===|-----|                                                          */
     if (common > 0)
-        MS_FN(mix_row_group)(half, R, a->mixed + row * padded, padded, a->weights, values, 0, common, a->head_dim);
+        MS_FN(mix_row_group)(type, R, a->mixed + row * padded, padded, a->weights, values, 0, common, a->head_dim);
     else common = 0;
     for (int r = 0; r < R; r++)
         if (visible[r] > common)
-            MS_FN(mix_row_group)(half, 1, a->mixed + (row + r) * padded, padded, a->weights + 16 * r, values, common,
+            MS_FN(mix_row_group)(type, 1, a->mixed + (row + r) * padded, padded, a->weights + 16 * r, values, common,
                                  visible[r], a->head_dim);
 }
 
 /* A function of each case, so that the compiler gives each its own registers. */
-#define MS_SPAN_OF(half, R)                                                                                 \
-    static MS_NOINLINE MS_TARGET void MS_FN(span_##half##_##R)(const ms_attention *a, int64_t row,           \
+#define MS_SPAN_OF(type, R)                                                                                  \
+    static MS_NOINLINE MS_TARGET void MS_FN(span_##type##_##R)(const ms_attention *a, int64_t row,           \
                                                                const void *const *keys,                      \
                                                                const void *const *values, int count,         \
                                                                const int *visible) {                         \
-        MS_FN(span)(half, R, a, row, keys, values, count, visible);                                          \
+        MS_FN(span)(MS_KV_##type, R, a, row, keys, values, count, visible);                                  \
     }
-#define MS_SPANS_OF(R) {MS_FN(span_0_##R), MS_FN(span_1_##R)}
-MS_SPAN_OF(0, 1)
-MS_SPAN_OF(1, 1)
+#define MS_SPANS_OF(R) {MS_FN(span_F32_##R), MS_FN(span_F16_##R), MS_FN(span_I8_##R)}
+MS_SPAN_OF(F32, 1)
+MS_SPAN_OF(F16, 1)
+MS_SPAN_OF(I8, 1)
 #if MS_ISA != MS_ISA_PLAIN
-MS_SPAN_OF(0, 2)
-MS_SPAN_OF(1, 2)
+MS_SPAN_OF(F32, 2)
+MS_SPAN_OF(F16, 2)
+MS_SPAN_OF(I8, 2)
 #endif
 #if MS_ISA == MS_ISA_AVX512
-MS_SPAN_OF(0, 3)
-MS_SPAN_OF(1, 3)
-MS_SPAN_OF(0, 4)
-MS_SPAN_OF(1, 4)
+MS_SPAN_OF(F32, 3)
+MS_SPAN_OF(F16, 3)
+MS_SPAN_OF(I8, 3)
+MS_SPAN_OF(F32, 4)
+MS_SPAN_OF(F16, 4)
+MS_SPAN_OF(I8, 4)
 #endif
 
 static MS_TARGET float MS_FN(sum_lanes)(const float *lanes) { return v_sum(v_load(lanes)); }

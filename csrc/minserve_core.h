@@ -6,7 +6,7 @@
  * Every function returns an ms_error (0: done) and checks sizes, pointers and indices before it touches
  * memory. Buffers belong to the caller, and nothing is kept from one call to the next. build_ffi.py
  * gives this very text to cffi, so it holds declarations and comments only; a change to any of them
- * goes with a new MS_ABI_VERSION, here and in minserve/ops/native.py.
+ * goes with a new MS_ABI_VERSION, here and in minserve/ops/native_core.py.
  */
 #ifndef MINSERVE_CORE_H
 #define MINSERVE_CORE_H
@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum ms_abi { MS_ABI_VERSION = 1 };
+enum ms_abi { MS_ABI_VERSION = 3 };
 
 enum ms_error {
     MS_OK = 0,
@@ -28,7 +28,8 @@ enum ms_error {
     MS_BAD_TOKEN = 8,          /* a token id outside the vocabulary */
     MS_BAD_SLOT = 9,           /* a slot outside the KV cache */
     MS_BAD_BLOCK = 10,         /* a block id outside the KV cache, or a table too short */
-    MS_BAD_SEQUENCE = 11       /* query_start_loc or context_lens contradict each other or T */
+    MS_BAD_SEQUENCE = 11,      /* query_start_loc or context_lens contradict each other or T */
+    MS_BAD_SETTING = 12        /* a temperature, top_p, min_p, bias or penalty is not a number in its range */
 };
 
 /* Weight types. The first six are a model file's; the others hold a GroupedTensor:
@@ -37,6 +38,10 @@ enum ms_type {
     MS_F32 = 0, MS_F16 = 1, MS_BF16 = 2, MS_Q8_0 = 3, MS_Q4_0 = 4, MS_Q4_1 = 5,
     MS_U8_32 = 6, MS_U4_16 = 7, MS_U8_16 = 8
 };
+
+/* What the rows of a KV cache hold: a row is the d values of one token and one head. Int8 rows have a
+ * float32 scale each, in an array of its own (N, K, B): value = scale * q. */
+enum ms_kv_type { MS_KV_F32 = 0, MS_KV_F16 = 1, MS_KV_I8 = 2 };
 
 /* Instruction sets. All give the same bits. */
 enum ms_isa { MS_PLAIN = 0, MS_AVX2 = 1, MS_AVX512_VNNI = 2 };
@@ -86,20 +91,49 @@ int ms_linear(const ms_exec *exec, float *out, const float *x, int64_t tokens,
 /* out, x (T, heads, d); cosine, sine (T, d / 2). */
 int ms_rope(const ms_exec *exec, float *out, const float *x, const float *cosine, const float *sine,
             int64_t tokens, int64_t heads, int64_t head_dim);
-/* k, v (T, K, d) into k_cache, v_cache (N, K, B, d), MS_F32 or MS_F16; slot_mapping (T,). */
-int ms_write_kv(const ms_exec *exec, const float *k, const float *v, void *k_cache, void *v_cache, int cache_type,
-                const int32_t *slot_mapping, int64_t tokens, int64_t kv_heads, int64_t head_dim,
-                int64_t num_blocks, int64_t block_size);
-/* out, q (T, H, d); caches (N, K, B, d); block_tables (S, max_blocks); context_lens (S,); query_start_loc (S + 1,). */
+/* k, v (T, K, d) into k_cache, v_cache (N, K, B, d) of an ms_kv_type; slot_mapping (T,).
+ * k_scale, v_scale (N, K, B) are for MS_KV_I8 alone, and may be NULL otherwise. */
+int ms_write_kv(const ms_exec *exec, const float *k, const float *v, void *k_cache, void *v_cache,
+                float *k_scale, float *v_scale, int cache_type, const int32_t *slot_mapping,
+                int64_t tokens, int64_t kv_heads, int64_t head_dim, int64_t num_blocks, int64_t block_size);
+/* out, q (T, H, d); caches and scales as in ms_write_kv; block_tables (S, max_blocks); context_lens (S,);
+ * query_start_loc (S + 1,). */
 int ms_paged_attention_work(const ms_exec *exec, int64_t heads, int64_t kv_heads, int64_t head_dim, size_t *bytes);
 int ms_paged_attention(const ms_exec *exec, float *out, const float *q, const void *k_cache, const void *v_cache,
-                       int cache_type, const int32_t *block_tables, const int32_t *context_lens,
-                       const int32_t *query_start_loc, int64_t tokens, int64_t sequences, int64_t max_blocks,
-                       int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks, int64_t block_size,
-                       float scale, uint8_t *work, size_t work_bytes);
+                       const float *k_scale, const float *v_scale, int cache_type, const int32_t *block_tables,
+                       const int32_t *context_lens, const int32_t *query_start_loc, int64_t tokens,
+                       int64_t sequences, int64_t max_blocks, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                       int64_t num_blocks, int64_t block_size, float scale, uint8_t *work, size_t work_bytes);
 /* out, gate, up: n values. */
 int ms_silu_mul(const ms_exec *exec, float *out, const float *gate, const float *up, int64_t n);
 /* out, x, y: n values. */
 int ms_add(const ms_exec *exec, float *out, const float *x, const float *y, int64_t n);
+
+/* How R rows of logits are to be sampled: SamplingSettings in minserve/ops/sampling.py. Row r owns
+ * [starts[r], starts[r + 1]) of a list; the starts are (R + 1,). */
+typedef struct {
+    const double *temperature, *top_p; /* (R,) each; 0: greedy; in (0, 1] */
+    const double *lowest;              /* (R,): the logarithm of min_p, or -745 if that is more */
+    const int32_t *top_k;              /* (R,): below 1: all */
+    const double *repetition_penalty, *presence_penalty, *frequency_penalty; /* (R,) each */
+    const uint64_t *draw_keys;         /* (R, 3): seed, index, position */
+    const int32_t *token_ids, *token_starts, *num_prompt_tokens; /* prompts and outputs; (R,): tokens of the prompt */
+    const int32_t *bias_ids, *bias_starts;
+    const double *biases;              /* as many as bias_ids */
+    const int32_t *ruled_out_ids, *ruled_out_starts;
+    const uint8_t *masked;             /* (R,): a logit of -infinity is no fault */
+    int64_t num_token_ids, num_bias_ids, num_ruled_out_ids;
+} ms_sampling;
+
+/* How the sampling of a row ended. */
+enum ms_row_status { MS_ROW_DONE = 0, MS_ROW_NOT_FINITE = 1, MS_ROW_NOTHING_LEFT = 2 };
+
+/* token_ids, status (R,): the row's token (-1 if it failed) and ms_row_status; logits (R, V). settings NULL: the
+ * largest logit of each row, and no work space is needed. */
+int ms_sample_work(const ms_exec *exec, int64_t vocab, size_t *bytes);
+int ms_sample(const ms_exec *exec, int32_t *token_ids, int32_t *status, const float *logits, int64_t rows,
+              int64_t vocab, const ms_sampling *settings, uint8_t *work, size_t work_bytes);
+/* out (R, V): natural-log probabilities of logits (R, V), which are finite or -infinity. */
+int ms_log_softmax(const ms_exec *exec, double *out, const float *logits, int64_t rows, int64_t vocab);
 
 #endif

@@ -10,6 +10,9 @@
  *   scores = scale * q . k     sums over d: 16 lanes, then the tree of vec16.h
  *   top'   = max(top, scores); total and mixed shrink by e^(top - top')
  *   total += e^(scores - top'); mixed += e^(scores - top') * v, position after position
+ * An int8 cache has a scale for each row: q . k is then multiplied by the key's as well, and the weight
+ * that a value gets in `mixed` (not in `total`) by the value's. That is scale * q as reference.py reads
+ * it, rounded once for a row and not once for a value.
  * A query sees its own position and those before; nothing else is multiplied by 0, it is not read into
  * any sum (a free slot may hold NaN). So a row's bits depend on that row and its keys alone: not on the
  * other tokens of the call, the block size, or the threads.
@@ -23,6 +26,7 @@ enum { MS_TOKENS_A_TASK = 16 };
 /* One task: the rows of up to 16 tokens, from the first position to the last that they see. */
 static void attend(const ms_attention_kernels *kernels, const ms_attention *a) {
     const int64_t rows = a->tokens * a->group, last = a->position + a->tokens - 1;
+    const int64_t value_bytes = a->type == MS_KV_F32 ? 4 : a->type == MS_KV_F16 ? 2 : 1;
     for (int64_t row = 0; row < rows; row++) {
         const float *q = a->query + row / a->group * a->query_stride + row % a->group * a->head_dim;
         for (int64_t c = 0; c < a->padded; c++) a->q[row * a->padded + c] = c < a->head_dim ? q[c] : 0.0f;
@@ -35,8 +39,11 @@ static void attend(const ms_attention_kernels *kernels, const ms_attention *a) {
         int count = (int)ms_min(MS_SPAN, last + 1 - start);
         for (int i = 0; i < count; i++) {
             int64_t block = a->table[(start + i) / a->block_size], place = (start + i) % a->block_size;
-            int64_t at = ((block * a->kv_heads + a->kv_head) * a->block_size + place) * a->head_dim * (a->half ? 2 : 4);
+            int64_t cache_row = (block * a->kv_heads + a->kv_head) * a->block_size + place;
+            int64_t at = cache_row * a->head_dim * value_bytes;
             keys[i] = a->k_cache + at, values[i] = a->v_cache + at;
+            if (a->type != MS_KV_I8) continue;
+            a->key_scales[i] = a->k_scale[cache_row], a->value_scales[i] = a->v_scale[cache_row];
         }
         for (int64_t row = 0; row < rows;) {
             int visible[MS_MOST_ROWS] = {0}, n = (int)ms_min(kernels->most_rows, rows - row);
@@ -45,7 +52,7 @@ static void attend(const ms_attention_kernels *kernels, const ms_attention *a) {
                 visible[r] = (int)(seen > count ? count : seen < 0 ? 0 : seen);
             }
             if (visible[n - 1] > 0) /* rows are in the order of their positions: this one sees most */
-                kernels->spans[n - 1][a->half](a, row, keys, values, count, visible);
+                kernels->spans[n - 1][a->type](a, row, keys, values, count, visible);
             row += n;
         }
     }
@@ -79,8 +86,10 @@ static void attention_task(const void *job, int64_t begin, int64_t end, int thre
     a.total = work, work += j->work_rows * 16;
     a.products = work, work += 4 * 256;
     a.weights = work, work += 4 * 16;
+    a.key_scales = work, work += 16;
+    a.value_scales = work, work += 16;
     a.top = work;
-    memset(a.products, 0, 4 * 256 * sizeof(float));
+    memset(a.products, 0, (4 * 256 + 4 * 16 + 2 * 16) * sizeof(float)); /* up to the scales: lanes past a span's end */
     int64_t s = 0, first = 0; /* items before sequence s */
     for (int64_t item = begin; item < end; item++) {
         while (item >= first + tasks_of(j, s)) first += tasks_of(j, s++);
@@ -126,21 +135,22 @@ int ms_paged_attention_work(const ms_exec *exec, int64_t heads, int64_t kv_heads
     if (head_dim % 2 || head_dim > 256 || heads > 4096 || heads < 1 || heads % kv_heads) return MS_BAD_SIZE;
     size_t rows = (size_t)work_rows(heads / kv_heads), padded = ms_round_up((size_t)head_dim, 16);
     MS_TRY(ms_check_sizes(exec->threads, (int64_t)rows, 2 * (int64_t)padded + 16 + 1, 1)); /* for 32-bit systems */
-    size_t floats = rows * (2 * padded + 16 + 1) + 4 * 256 + 4 * 16;
+    size_t floats = rows * (2 * padded + 16 + 1) + 4 * 256 + 4 * 16 + 2 * 16;
     *bytes = 64 + (size_t)exec->threads * ms_round_up(floats * sizeof(float), 64);
     return MS_OK;
 }
 
 int ms_paged_attention(const ms_exec *exec, float *out, const float *q, const void *k_cache, const void *v_cache,
-                       int cache_type, const int32_t *block_tables, const int32_t *context_lens,
-                       const int32_t *query_start_loc, int64_t tokens, int64_t sequences, int64_t max_blocks,
-                       int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t num_blocks, int64_t block_size,
-                       float scale, uint8_t *work, size_t work_bytes) {
+                       const float *k_scale, const float *v_scale, int cache_type, const int32_t *block_tables,
+                       const int32_t *context_lens, const int32_t *query_start_loc, int64_t tokens,
+                       int64_t sequences, int64_t max_blocks, int64_t heads, int64_t kv_heads, int64_t head_dim,
+                       int64_t num_blocks, int64_t block_size, float scale, uint8_t *work, size_t work_bytes) {
     size_t needed;
     MS_TRY(ms_check_exec(exec));
     if (!out || !q || !k_cache || !v_cache || !block_tables || !context_lens || !query_start_loc || !work)
         return MS_NULL_POINTER;
-    if (cache_type != MS_F32 && cache_type != MS_F16) return MS_BAD_TYPE;
+    if (cache_type < MS_KV_F32 || cache_type > MS_KV_I8) return MS_BAD_TYPE;
+    if (cache_type == MS_KV_I8 && (!k_scale || !v_scale)) return MS_NULL_POINTER;
     MS_TRY(ms_check_sizes(tokens, heads, head_dim, 1));
     MS_TRY(ms_check_sizes(num_blocks, kv_heads, block_size, head_dim));
     if (sequences < 0 || max_blocks < 0) return MS_BAD_SIZE;
@@ -150,11 +160,12 @@ int ms_paged_attention(const ms_exec *exec, float *out, const float *q, const vo
                            block_size));
 
     attention_job j = {0};
-    j.kernels = ms_attention_kernels_of(exec->isa), j.rows.half = cache_type == MS_F16;
+    j.kernels = ms_attention_kernels_of(exec->isa), j.rows.type = cache_type;
     j.block_tables = block_tables, j.context_lens = context_lens, j.query_start_loc = query_start_loc;
     j.sequences = sequences, j.max_blocks = max_blocks, j.work_rows = work_rows(heads / kv_heads);
     j.work = ms_align(work), j.work_bytes = (needed - 64) / (size_t)exec->threads;
     j.rows.query = q, j.rows.out = out, j.rows.k_cache = k_cache, j.rows.v_cache = v_cache;
+    j.rows.k_scale = k_scale, j.rows.v_scale = v_scale;
     j.rows.query_stride = heads * head_dim, j.rows.group = heads / kv_heads;
     j.rows.kv_heads = kv_heads, j.rows.head_dim = head_dim, j.rows.block_size = block_size;
     j.rows.padded = (int64_t)ms_round_up((size_t)head_dim, 16), j.rows.scale = scale;

@@ -23,6 +23,8 @@
 #define v_store_half_part MS_FN(v_store_half_part)
 #define v_load_bf16 MS_FN(v_load_bf16)
 #define v_load_u8 MS_FN(v_load_u8)
+#define v_load_i8 MS_FN(v_load_i8)
+#define v_load_i8_part MS_FN(v_load_i8_part)
 #define v_set1 MS_FN(v_set1)
 #define v_add MS_FN(v_add)
 #define v_sub MS_FN(v_sub)
@@ -65,6 +67,11 @@ MS_INLINE vec16 v_load_half_part(const uint16_t *p, int64_t n) {
     uint16_t lanes[16] = {0};
     memcpy(lanes, p, (size_t)n * 2);
     return v_load_half(lanes);
+}
+MS_INLINE vec16 v_load_i8_part(const int8_t *p, int64_t n) {
+    int8_t lanes[16] = {0};
+    memcpy(lanes, p, (size_t)n);
+    return v_load_i8(lanes);
 }
 MS_INLINE void v_store_half_part(uint16_t *p, vec16 x, int64_t n) {
     uint16_t lanes[16];

@@ -36,6 +36,10 @@ MS_INLINE vec16 v_load_u8(const uint8_t *p) {
     return MS_FN(v_pair)(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p))),
                          _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))));
 }
+MS_INLINE vec16 v_load_i8(const int8_t *p) {
+    return MS_FN(v_pair)(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))),
+                         _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))));
+}
 MS_INLINE __m256 MS_FN(v_pow2_one)(__m256 x) {
     __m256i n = _mm256_slli_epi32(_mm256_castps_si256(x), 23);
     return _mm256_castsi256_ps(_mm256_add_epi32(n, _mm256_set1_epi32(0x3f800000)));

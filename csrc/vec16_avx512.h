@@ -23,6 +23,9 @@ MS_INLINE vec16 v_load_bf16(const uint16_t *p) {
 MS_INLINE vec16 v_load_u8(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
+MS_INLINE vec16 v_load_i8(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 MS_INLINE vec16 v_pow2(vec16 x) {
     __m512i n = _mm512_slli_epi32(_mm512_castps_si512(x), 23);
     return _mm512_castsi512_ps(_mm512_add_epi32(n, _mm512_set1_epi32(0x3f800000)));

@@ -30,6 +30,7 @@ MS_INLINE vec16 v_load_bf16(const uint16_t *p) {
     return r;
 }
 MS_INLINE vec16 v_load_u8(const uint8_t *p) { vec16 r; MS_LANES r.lane[i] = (float)p[i]; return r; }
+MS_INLINE vec16 v_load_i8(const int8_t *p) { vec16 r; MS_LANES r.lane[i] = (float)p[i]; return r; }
 /* 2^n, for x = 1.5 * 2^23 + n: a float that large holds the integer n in its low bits */
 MS_INLINE vec16 v_pow2(vec16 x) {
     MS_LANES x.lane[i] = ms_bits_to_float((ms_float_to_bits(x.lane[i]) << 23) + 0x3f800000);

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from minserve.engine.async_llm_engine import AsyncLLMEngine
     from minserve.errors import MinserveError
     from minserve.llm import LLM
     from minserve.ops.native import info
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLMEngine",
     "CompletionOutput",
     "MinserveError",
     "Request",
@@ -34,6 +36,7 @@ __all__ = [
 # Loaded when first asked for, so that `minserve doctor` can still say what is wrong where a library is broken.
 _HOME = {
     "LLM": "minserve.llm",
+    "AsyncLLMEngine": "minserve.engine.async_llm_engine",
     "CompletionOutput": "minserve.request",
     "MinserveError": "minserve.errors",
     "Request": "minserve.request",

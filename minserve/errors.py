@@ -54,6 +54,10 @@ class OutOfBlocksError(MinserveError):
     """The KV block pool cannot give as many blocks as asked; nothing was taken."""
 
 
+class EngineDeadError(MinserveError, RuntimeError):
+    """The engine was closed, or failed itself; no request can go on."""
+
+
 class NonFiniteLogitsError(MinserveError):
     """The model's logits hold NaN or infinity: this request cannot go on."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -25,8 +26,9 @@ class FinishReason(str, enum.Enum):
 class SequenceStatus(enum.Enum):
     """Where a sequence stands."""
 
-    WAITING = "waiting"
-    RUNNING = "running"
+    WAITING = "waiting"  # has no blocks, and nothing of it is computed
+    RUNNING = "running"  # owns blocks; takes part in the steps
+    PREEMPTED = "preempted"  # as waiting, but it ran before: its blocks went to another
     FINISHED = "finished"
 
 
@@ -55,7 +57,7 @@ class Request:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     prompt: str | None = None
-    arrival_time: float = 0.0  # seconds, the engine's clock
+    arrival_time: float | None = None  # seconds, the engine's clock; None: when it is added
     client_request_id: str | None = None
     tenant: str = "default"
     tier: str = "interactive"  # interactive, agent or batch
@@ -66,7 +68,10 @@ class Request:
     run_step: int | None = None
     model: str | None = None
     adapter: str | None = None
+    # What else tells its KV blocks from another request's with the same tokens (kv/prefix_cache.py lists all).
     cache_salt: str | None = None
+    template: str | None = None  # which chat template made the tokens; None: they are plain text's
+    system_policy: str | None = None  # which system text or rules the gateway put in front
 
 
 class RequestIds:
@@ -80,21 +85,35 @@ class RequestIds:
         return f"request-{next(self._count)}"
 
 
-@dataclass
+def no_tokens() -> array[int]:
+    """An empty array of C ints: a list of token or block ids that NumPy copies at memory speed."""
+    return array("i")
+
+
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One token stream of a request: its prompt, and one answer growing behind it.
 
-    token_ids:  [0, num_computed_tokens)   keys and values are in the cache
+    token_ids:  [0, num_cached_tokens)     of these, keys and values were found in the prefix cache
+                [0, num_computed_tokens)   keys and values are in the cache
                 [num_computed_tokens, len) still to be run through the model
     block_table[i] holds positions [i * block_size, (i + 1) * block_size)
     """
 
     request: Request
     index: int  # 0 .. n-1, which of the request's answers
-    token_ids: list[int]
-    block_table: list[int] = field(default_factory=list)
+    token_ids: array[int]
+    block_table: array[int] = field(default_factory=no_tokens)
     num_computed_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    order: int = 0  # of the request's arrival at the engine; what FCFS sorts by
+    cache_root: bytes = b""  # digest of its CacheIdentity: where its block hashes start
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for
+    num_registered_blocks: int = 0  # of block_table, those that the prefix cache was told of
+    needs_prompt_logits: bool = False  # the request wants log probabilities of its prompt
+    max_num_tokens: int = 0  # the longest that it can become
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -140,12 +159,24 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache had when the request was first admitted
     num_prefilled_tokens: int = 0  # prompt tokens computed so far; prefill_seconds covers them
     num_output_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     num_decode_tokens: int = 0  # tokens that decode_seconds covers
-    num_kv_blocks: int = 0  # the most that it held at once
+    num_kv_blocks: int = 0  # the most that one of its answers held at once
+    num_preemptions: int = 0
+
+    def add_token(self, now: float) -> None:
+        """One more token of an answer is there."""
+        self.last_token_time = now
+        self.num_output_tokens += 1
+        if self.first_token_time is None:
+            self.first_token_time = now
+        else:
+            self.num_decode_tokens += 1
+            self.decode_seconds = now - self.first_token_time
 
     @property
     def ttft(self) -> float | None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minserve.errors import ParameterError, check_whole_number, shown
+
+if TYPE_CHECKING:  # --help and `minserve doctor` need no NumPy
+    import numpy as np
+
+# The answer's tokens so far and the logits float32 (V,), which it may change -> the logits (V,) to go on with.
+LogitsProcessor = Callable[[list[int], "np.ndarray"], "np.ndarray"]
 
 MOST_ANSWERS = 16_384  # to one request; each takes memory before the first token is computed
 
@@ -51,6 +57,10 @@ class SamplingParams:
     logprobs: report the chosen token's log probability and this many of the most probable
         (of the model's own distribution, before any of the settings above). prompt_logprobs: the
         same for each prompt token.
+    detokenize: False makes no text, only token ids; stop strings need text.
+    logits_processors: functions that are called in turn, before all of the settings above, with the answer's
+        token ids so far and a copy of the logits float32 (V,); each returns the logits (V,) to go on with, where
+        -infinity rules a token out. One that raises, or returns anything else, ends its own request.
     n: number of answers, up to 16,384.
 
     Raises ParameterError for a value out of range.
@@ -75,6 +85,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
+    logits_processors: Sequence[LogitsProcessor] | None = None
 
     # The stop strings as a tuple, whatever form they came in.
     stop_strings: tuple[str, ...] = field(init=False, repr=False, compare=False)
@@ -99,13 +111,18 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_whole_number(name, getattr(self, name), 0)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(f"{name} must be True or False, not {shown(getattr(self, name))}")
         stop = (self.stop,) if isinstance(self.stop, str) else _list("stop", self.stop)
         if not all(isinstance(s, str) and s for s in stop):
             raise ParameterError(f"stop must be a non-empty string or a list of them, not {shown(self.stop)}")
+        if stop and not self.detokenize:
+            raise ParameterError("stop needs the text that detokenize=False does not make: use stop_token_ids")
         object.__setattr__(self, "stop_strings", stop)
+        for processor in _list("logits_processors", self.logits_processors):
+            if not callable(processor):
+                raise ParameterError(f"logits_processors must be a list of functions; {shown(processor)} is none")
         for token_id in _list("stop_token_ids", self.stop_token_ids):
             check_whole_number("a stop_token_id", token_id, 0)
         if not isinstance(self.logit_bias, (Mapping, type(None))):

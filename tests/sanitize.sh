@@ -26,5 +26,6 @@ export LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-f
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:exitcode=99 UBSAN_OPTIONS=print_stacktrace=1
 export MINSERVE_REQUIRE_CORE=1 PYTHONDONTWRITEBYTECODE=1 PYTHONMALLOC=malloc
 "$python" -m pytest -q -s -p no:cacheprovider tests/test_native_linear.py tests/test_native_operations.py \
-    tests/test_native_attention.py tests/test_native_arguments.py tests/test_native_backend.py
+    tests/test_native_attention.py tests/test_native_sampling.py tests/test_native_arguments.py \
+    tests/test_native_backend.py
 echo "sanitize: no reports"

@@ -2,99 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minserve import Request, RequestOutput, SamplingParams
-from minserve.engine.llm_engine import LLMEngine
-from minserve.engine.model_runner import ScheduledSequence
+from minserve import Request, SamplingParams
 from minserve.errors import MinserveError, ParameterError
-from minserve.kv.block_pool import BlockPool
-from minserve.text.tokenizer import Tokenizer
-from minserve.text.vocabulary import Vocabulary
 
-EOS = 256
-BYTES = Tokenizer(
-    Vocabulary(
-        tokens=[*(bytes([b]) for b in range(256)), b"<eos>"],
-        merges=[],
-        special_tokens={"<eos>": EOS},
-        pre_tokenizer="gpt2",
-        eos_ids=(EOS,),
-    )
-)
-
-
-class ScriptedRunner:
-    """Answers each request with its script, a byte a token, and checks the blocks that it is given.
-
-    script(request id, output so far) -> next token, or an exception to raise, or logits.
-    """
-
-    def __init__(self, script: Callable[[str, list[int]], object], block_size: int = 4) -> None:
-        self.script = script
-        self.kv_cache = SimpleNamespace(block_size=block_size)
-        self.steps: list[tuple[str, int]] = []
-
-    def run(self, batch: list[ScheduledSequence]) -> list[np.ndarray]:
-        return [self._one(item) for item in batch]
-
-    def _one(self, item: ScheduledSequence) -> np.ndarray:
-        seq, end = item.seq, item.seq.num_computed_tokens + item.num_tokens
-        self.steps.append((seq.request.request_id, item.num_tokens))
-        size = self.kv_cache.block_size
-        assert len(seq.block_table) == -(-end // size)
-        assert len(set(seq.block_table)) == len(seq.block_table)
-        rows = np.zeros((item.num_logits, 257), np.float32)
-        for row, position in zip(rows, range(end - item.num_logits, end), strict=True):
-            step = self.script(seq.request.request_id, seq.token_ids[seq.num_prompt_tokens : position + 1])
-            if isinstance(step, BaseException):
-                raise step
-            if isinstance(step, np.ndarray):
-                row[:] = step
-            else:
-                row[step] = 10.0
-        return rows
-
-
-def saying(text: str) -> Callable[[str, list[int]], object]:
-    """A script that says `text`, then EOS."""
-    data = [*text.encode(), EOS]
-    return lambda _, output: data[min(len(output), len(data) - 1)]
-
-
-def engine(script: Callable, *, blocks: int = 64, budget: int = 512, max_model_len: int = 256) -> LLMEngine:
-    return LLMEngine(
-        ScriptedRunner(script),  # type: ignore[arg-type]
-        BYTES,
-        BlockPool(blocks),
-        max_model_len=max_model_len,
-        max_num_batched_tokens=budget,
-    )
-
-
-def request(prompt: str, name: str = "r", **params: object) -> Request:
-    return Request(name, BYTES.encode(prompt), SamplingParams(**{"temperature": 0, "max_tokens": 100, **params}))
-
-
-def serve(eng: LLMEngine, *requests: Request) -> list[RequestOutput]:
-    """Run all of them to their end; outputs in the order of the requests; no block may be left."""
-    finished = {}
-    for item in requests:
-        eng.add_request(item)
-    while eng.has_unfinished:
-        for output in eng.step():
-            if output.finished:
-                finished[output.request_id] = output
-    assert eng.pool.num_used == 0
-    return [finished[item.request_id] for item in requests]
-
+from .support.scripted_model import check_blocks, engine, request, run_to_the_end, saying, serve
 
 ENDS = [
     # what the model says, parameters, text, finish_reason, stop_reason, output tokens
@@ -238,10 +156,34 @@ def test_a_request_that_fails_fails_alone(fault: object, message: str, when: int
     assert outputs[1].finished
 
 
+def test_a_sampler_that_raises_for_one_row_fails_one_request() -> None:
+    """The backend's own `sample` may be a student's; what it does to one row must not end the others."""
+    eng = engine(saying("fine"))
+    sample = eng.sampler.sample
+
+    def picky(logits: np.ndarray, rows: list) -> list:
+        if any(row.seed == 13 for row in rows):
+            raise IndexError("thirteen")
+        return sample(logits, rows)
+
+    eng.sampler.sample = picky  # type: ignore[method-assign]
+    outputs = serve(eng, request("a", "first"), request("b", "bad", seed=13), request("c", "last"))
+    assert [o.outputs[0].text for o in outputs] == ["fine", "", "fine"]
+    assert "IndexError: thirteen" in str(outputs[1].outputs[0].error)
+
+
+@pytest.mark.parametrize("returned", [None, np.zeros(257, np.float32), np.zeros((2, 257), np.float32)], ids=str)
+def test_a_runner_that_returns_something_else_than_its_rows_is_told_so(returned: object) -> None:
+    eng = engine(saying("fine"))
+    eng.runner.run = lambda batch: returned  # type: ignore[method-assign,assignment,return-value]
+    (output,) = serve(eng, request("a"))
+    assert "the model returned logits of shape" in str(output.outputs[0].error)
+
+
 def test_a_pool_smaller_than_the_context_is_the_limit() -> None:
     """A prompt that can never fit is refused at once; an answer that reaches the limit ends with `length`."""
     eng = engine(saying("x" * 100), blocks=8)  # 32 tokens
-    with pytest.raises(ParameterError, match=r"40 tokens and the limit is 32"):
+    with pytest.raises(ParameterError, match=r"needs 11 KV blocks with its first answer token, pool has 8 of 4"):
         eng.add_request(request("y" * 40))
     (output,) = serve(eng, request("y" * 20))
     assert output.outputs[0].finish_reason == "length"
@@ -262,11 +204,11 @@ def test_abort_frees_everything() -> None:
     eng.add_request(request("0123456789", "two"))
     for _ in range(3):
         eng.step()
-    assert eng.pool.num_used > 0
+    assert eng.blocks.pool.num_used > 0
     output = eng.abort("one")
     assert output is not None
     assert output.outputs[0].finish_reason == "abort"
-    assert eng.pool.num_used == 0
+    assert eng.blocks.pool.num_used == 0
     assert eng.abort("one") is None
     assert serve(eng) == []
     assert not eng.has_unfinished
@@ -284,8 +226,7 @@ def test_what_was_held_back_is_text_if_the_answer_is_cut_off() -> None:
 
 def test_metrics_come_from_the_clock_that_is_given() -> None:
     ticks = iter(range(1000))
-    eng = engine(saying("abc"))
-    eng.clock = lambda: float(next(ticks))
+    eng = engine(saying("abc"), clock=lambda: float(next(ticks)))
     (output,) = serve(eng, request("hi"))
     metrics = output.metrics
     assert metrics.arrival_time == 0.0
@@ -301,8 +242,7 @@ def test_metrics_come_from_the_clock_that_is_given() -> None:
 
 def test_ttft_counts_the_wait_in_the_queue() -> None:
     ticks = iter(range(1000))
-    eng = engine(saying("abc"))
-    eng.clock = lambda: float(next(ticks))
+    eng = engine(saying("abc"), clock=lambda: float(next(ticks)), max_num_seqs=1)
     first, second = serve(eng, request("hi", "a"), request("hi", "b"))
     assert first.metrics.last_token_time is not None
     assert second.metrics.first_token_time is not None
@@ -336,7 +276,5 @@ def test_blocks_add_up_under_any_mix(data: st.DataObject) -> None:
             eng.step()
         elif names:
             eng.abort(data.draw(st.sampled_from(names)))
-        assert eng.pool.num_free + eng.pool.num_used == 16
-    while eng.has_unfinished:
-        eng.step()
-    assert eng.pool.num_used == 0
+        check_blocks(eng)
+    run_to_the_end(eng)

@@ -10,14 +10,25 @@ from typing import Any
 
 import pytest
 
-from minserve.engine import llm_engine, output_text, request_state
+from minserve.engine import answer, llm_engine, output_text, request_state, scheduler, step_report
 from minserve.engine.llm_engine import LLMEngine
-from minserve.kv import block_pool
+from minserve.kv import block_manager, block_pool, prefix_cache
 from minserve.request import RequestOutput
 
-from .test_engine import engine, request, saying, serve
+from .support.scripted_model import check_blocks, engine, request, saying, serve
 
-WATCHED = {module.__file__ for module in (llm_engine, output_text, request_state, block_pool)}
+MODULES = (
+    answer,
+    llm_engine,
+    output_text,
+    request_state,
+    scheduler,
+    step_report,
+    block_manager,
+    block_pool,
+    prefix_cache,
+)
+WATCHED = {module.__file__ for module in MODULES}
 
 
 class InterruptAt:
@@ -71,14 +82,15 @@ def test_an_interrupt_at_any_line_of_the_engine(left_after: int | None) -> None:
         else:
             eng.abort("first")
 
-    for number in range(1, 2000):
+    for number in range(1, 20_000):
         first = eng.add_request(request("0123456789", "first", n=2, stop="lo", max_tokens=4))
         second = eng.add_request(request("again", "second"))
         for _ in range(left_after or 0):
             eng.step()
         where = interrupted(run, number)
         step_to_the_end(eng)
-        assert (eng.pool.num_free, eng.pool.num_used) == (8, 0), where
+        assert eng.blocks.pool.num_used == 0, where
+        check_blocks(eng)
         for output in (first, second):
             assert output.finished, where
             assert all(answer.finished for answer in output.outputs), where
@@ -86,6 +98,7 @@ def test_an_interrupt_at_any_line_of_the_engine(left_after: int | None) -> None:
             assert second.outputs[0].text == "hello", where
         if where is None:
             break
+    assert where is None, "the interrupts did not get to the end"
     assert number > 5
     assert serve(eng, request("0", "last"))[0].outputs[0].text == "hello"
 
@@ -114,7 +127,7 @@ def test_threads_share_an_engine() -> None:
         sys.setswitchinterval(before)
     assert results == ["hello"] * 120
     assert not eng.has_unfinished
-    assert eng.pool.num_used == 0
+    assert eng.blocks.pool.num_used == 0
 
 
 def test_a_request_aborted_inside_its_own_step() -> None:
@@ -132,4 +145,4 @@ def test_a_request_aborted_inside_its_own_step() -> None:
     step_to_the_end(eng)
     assert gone.outputs[0].finish_reason in ("abort", "error")
     assert kept.outputs[0].text == "hello"
-    assert eng.pool.num_used == 0
+    assert eng.blocks.pool.num_used == 0

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minserve import LLM, SamplingParams
-from minserve.engine.model_runner import ScheduledSequence
 from minserve.engine.sampler import log_softmax
+from minserve.engine.scheduled_batch import ScheduledSequence
 from minserve.errors import BackendError, ModelFileError, ParameterError
 from minserve.model import catalog
 from minserve.ops import native
@@ -106,7 +106,7 @@ def test_one_prompt_or_many(folder: Path, backend: str, kv_cache_dtype: str) -> 
     assert llm.generate([], GREEDY) == []
     each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 2, 3)]
     assert [len(o.outputs[0].token_ids) for o in llm.generate(prompts, each)] == [1, 2, 3]
-    with pytest.raises(ParameterError, match="3 prompts, but 2 SamplingParams"):
+    with pytest.raises(ParameterError, match="3 prompts, but 2 sampling_params"):
         llm.generate(prompts, each[:2])
 
 
@@ -134,7 +134,7 @@ def test_streams_grow_and_may_be_left(folder: Path) -> None:
     early = next(stream)
     stream.close()
     assert early.outputs[0].finish_reason == "abort"
-    assert llm.engine.pool.num_used == 0
+    assert llm.engine.blocks.pool.num_used == 0
     assert llm.generate("the", GREEDY)[0].outputs[0].token_ids == whole.token_ids
 
 
@@ -179,7 +179,7 @@ def test_other_calls_between_two_tokens_of_a_stream(folder: Path) -> None:
     assert llm.generate("and", GREEDY)[0].outputs[0].text == other.outputs[0].text
     *_, last = stream
     assert (last.finished, last.outputs[0].text) == (True, whole.outputs[0].text)
-    assert llm.engine.pool.num_used == 0
+    assert llm.engine.blocks.pool.num_used == 0
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_an_interrupt_leaves_nothing_behind(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["the", "and", "in"], GREEDY)
     assert not llm.engine.has_unfinished
-    assert llm.engine.pool.num_used == 0
+    assert llm.engine.blocks.pool.num_used == 0
     assert len(llm.generate("the", GREEDY)[0].outputs[0].token_ids) == 12
 
 

@@ -12,6 +12,7 @@ from minserve.errors import KernelError, ParameterError
 from minserve.ops.dtypes import F32, Q4_1, Q8_0, Tensor
 from minserve.ops.native import NativeBackend
 from minserve.ops.native_core import Core, load
+from minserve.ops.quantized_kv import QuantizedKV
 from tests.support.native_cases import BACKENDS, random_tensor
 
 RNG = np.random.default_rng(0)
@@ -39,6 +40,16 @@ def misaligned(*shape: int) -> np.ndarray:
 
 HEADS = floats(2, 3, 8)
 CACHE = floats(4, 3, 16, 8)
+
+
+def int8_cache(*shape: int) -> QuantizedKV:
+    return QuantizedKV(np.ones(shape, np.int8), floats(*shape[:3]))
+
+
+INT8 = int8_cache(4, 3, 16, 8)
+READ_ONLY_SCALE = QuantizedKV(INT8.q, read_only(INT8.scale.copy()))
+READ_ONLY_Q = QuantizedKV(read_only(INT8.q.copy()), INT8.scale)
+STRIDED = QuantizedKV(np.ones((4, 3, 16, 16), np.int8)[..., ::2], INT8.scale)
 
 
 def attend(**changed: Any) -> np.ndarray:
@@ -86,6 +97,20 @@ WRONG_ARRAYS: list[tuple[str, Callable[[], object]]] = [
     ("v must have the shape", lambda: BACKEND.write_kv(HEADS, floats(2, 3, 6), CACHE.copy(), CACHE.copy(), ints(0, 1))),
     ("slot_mapping must have the shape", lambda: BACKEND.write_kv(HEADS, HEADS, CACHE.copy(), CACHE.copy(), ints(0))),
     ("slot_mapping must be int32", lambda: BACKEND.write_kv(HEADS, HEADS, CACHE, CACHE, np.array([0, 1]))),
+    ("k_cache.q is read-only", lambda: BACKEND.write_kv(HEADS, HEADS, READ_ONLY_Q, INT8, ints(0, 1))),
+    ("v_cache.scale is read-only", lambda: BACKEND.write_kv(HEADS, HEADS, INT8, READ_ONLY_SCALE, ints(0, 1))),
+    ("v_cache.q must be C-contiguous", lambda: BACKEND.write_kv(HEADS, HEADS, INT8, STRIDED, ints(0, 1))),
+    ("both be a QuantizedKV", lambda: BACKEND.write_kv(HEADS, HEADS, INT8, CACHE.copy(), ints(0, 1))),
+    ("both be a QuantizedKV", lambda: BACKEND.write_kv(HEADS, HEADS, CACHE.copy(), INT8, ints(0, 1))),
+    ("k_cache must be float32, not int8", lambda: BACKEND.write_kv(HEADS, HEADS, INT8.q, INT8.q, ints(0, 1))),
+    (
+        "k_cache.q must have the shape",
+        lambda: BACKEND.write_kv(HEADS, HEADS, int8_cache(4, 2, 16, 8), INT8, ints(0, 1)),
+    ),
+    ("v_cache.q must have the shape", lambda: attend(k_cache=INT8, v_cache=int8_cache(4, 3, 8, 8))),
+    ("k_cache.q must have the shape", lambda: attend(q=floats(2, 6, 4), k_cache=INT8, v_cache=INT8)),
+    ("both be a QuantizedKV", lambda: attend(k_cache=INT8)),
+    ("both be a QuantizedKV", lambda: attend(v_cache=INT8)),
     ("q must be a NumPy array of 3", lambda: attend(q=floats(2, 48))),
     ("k_cache must be a NumPy array of 4", lambda: attend(k_cache=floats(4, 3, 128))),
     ("k_cache must have the shape", lambda: attend(q=floats(2, 6, 4))),
@@ -110,6 +135,9 @@ WRONG_VALUES: list[tuple[str, Callable[[], object]]] = [
     ("rope: a size", lambda: BACKEND.rope(floats(2, 3, 7), floats(2, 3), floats(2, 3))),
     ("write_kv: a slot is outside", lambda: BACKEND.write_kv(HEADS, HEADS, CACHE.copy(), CACHE.copy(), ints(0, 64))),
     ("write_kv: a slot is outside", lambda: BACKEND.write_kv(HEADS, HEADS, CACHE.copy(), CACHE.copy(), ints(-1, 0))),
+    ("write_kv: a slot is outside", lambda: BACKEND.write_kv(HEADS, HEADS, INT8, INT8, ints(0, 64))),
+    ("write_kv: a slot is outside", lambda: BACKEND.write_kv(HEADS, HEADS, INT8, INT8, ints(-1, 0))),
+    ("a block id is outside", lambda: attend(block_tables=ints([4, 0]), k_cache=INT8, v_cache=INT8)),
     ("a block id is outside", lambda: attend(block_tables=ints([4, 0]))),
     ("a block id is outside", lambda: attend(block_tables=ints([-1, 0]))),
     ("a block table is too short", lambda: attend(context_lens=ints(33))),
@@ -145,6 +173,11 @@ def test_a_refused_write_changes_nothing() -> None:
         BACKEND.write_kv(HEADS * 2, HEADS * 2, k_cache, v_cache, ints(0, 64))
     assert (k_cache == CACHE).all()
     assert (v_cache == CACHE).all()
+    k_int8, v_int8 = int8_cache(4, 3, 16, 8), int8_cache(4, 3, 16, 8)
+    with pytest.raises(KernelError):
+        BACKEND.write_kv(HEADS * 2, HEADS * 2, k_int8, v_int8, ints(0, 64))
+    for array in (k_int8.q, k_int8.scale, v_int8.q, v_int8.scale):
+        assert (array == 1).all()
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), (0, 32), (2, 0)])
@@ -189,6 +222,7 @@ class TestTheCoreItself:
         f, i, b = self.ffi.new("float[4096]"), self.ffi.new("int32_t[64]", [0, 1]), self.ffi.new("uint8_t[65536]")
         h, q, n = self.ffi.new("uint16_t[64]"), self.ffi.new("int8_t[64]"), self.ffi.new("size_t *")
         e = self.exec()
+        attention = [i, i + 1, i, 1, 1, 1, 1, 1, 16, 1, 1, 1.0, b, 65536]
         calls = [
             (lib.ms_pack, [e, lib.MS_Q8_0, 1, 32, b, 34, b, 65536]),
             (lib.ms_pack_grouped, [e, 8, 32, 1, 32, b, h, h, b, 65536]),
@@ -197,8 +231,8 @@ class TestTheCoreItself:
             (lib.ms_quantize_activations, [e, q, f, f, 1, 32]),
             (lib.ms_linear, [e, f, f, 1, lib.MS_F32, 16, 16, b, 65536, b, 65536]),
             (lib.ms_rope, [e, f, f, f, f, 1, 1, 16]),
-            (lib.ms_write_kv, [e, f, f, f, f, lib.MS_F32, i, 1, 1, 16, 1, 1]),
-            (lib.ms_paged_attention, [e, f, f, f, f, lib.MS_F32, i, i + 1, i, 1, 1, 1, 1, 1, 16, 1, 1, 1.0, b, 65536]),
+            (lib.ms_write_kv, [e, f, f, f, f, f, f, lib.MS_KV_I8, i, 1, 1, 16, 1, 1]),
+            (lib.ms_paged_attention, [e, f, f, f, f, f, f, lib.MS_KV_I8, *attention]),
             (lib.ms_silu_mul, [e, f, f, f, 16]),
             (lib.ms_add, [e, f, f, f, 16]),
             (lib.ms_linear_work, [e, 1, lib.MS_F32, 16, 16, n]),
@@ -210,6 +244,9 @@ class TestTheCoreItself:
                 if isinstance(argument, self.ffi.CData):
                     spoiled = [*arguments[:place], null, *arguments[place + 1 :]]
                     assert function(*spoiled) == lib.MS_NULL_POINTER, (function, place)
+        for kv in (lib.MS_KV_F32, lib.MS_KV_F16):  # these have no scales
+            assert lib.ms_write_kv(e, f, f, f, f, null, null, kv, i, 1, 1, 16, 1, 1) == lib.MS_OK
+            assert lib.ms_paged_attention(e, f, f, f, f, null, null, kv, *attention) == lib.MS_OK
 
     @pytest.mark.parametrize("huge", [-1, 2**62, 2**63 - 1])
     def test_sizes_that_overflow(self, huge: int) -> None:
@@ -224,7 +261,8 @@ class TestTheCoreItself:
             lib.ms_rms_norm(e, f, f, f, huge, 16, 1e-5),
             lib.ms_linear(e, f, f, huge, lib.MS_F32, 16, 16, b, 65536, b, 65536),
             lib.ms_rope(e, f, f, f, f, 1, huge, 16),
-            lib.ms_write_kv(e, f, f, f, f, lib.MS_F32, i, 1, 1, 16, huge, 16),
+            lib.ms_write_kv(e, f, f, f, f, f, f, lib.MS_KV_F32, i, 1, 1, 16, huge, 16),
+            lib.ms_write_kv(e, f, f, f, f, f, f, lib.MS_KV_I8, i, 1, huge, 16, 1, 16),
             lib.ms_embedding(e, f, i, huge, lib.MS_F32, 16, 16, b, 65536),
         ):
             assert code == lib.MS_BAD_SIZE
@@ -241,10 +279,12 @@ class TestTheCoreItself:
         assert lib.ms_linear(e, f, f, 1, lib.MS_F32, 17, 16, b, 2047, b, 65536) == lib.MS_BUFFER_TOO_SMALL
         assert lib.ms_linear(e, f, f, 1, lib.MS_Q8_0, 16, 32, b, 65536, b, 64) == lib.MS_WORK_TOO_SMALL
         assert lib.ms_quantize_activations(e, self.ffi.new("int8_t[64]"), f, f, 1, 40) == lib.MS_BAD_SIZE
-        attention = [f, f, f, f, lib.MS_F32, i, i + 1, i, 1, 1, 1, 1, 1, 16, 1, 1, 1.0, b]
+        attention = [f, f, f, f, f, f, lib.MS_KV_F32, i, i + 1, i, 1, 1, 1, 1, 1, 16, 1, 1, 1.0, b]
         assert lib.ms_paged_attention(e, *attention, 4096) == lib.MS_WORK_TOO_SMALL
-        attention[4] = lib.MS_BF16
-        assert lib.ms_paged_attention(e, *attention, 65536) == lib.MS_BAD_TYPE
+        for kv in (-1, 3):
+            attention[6] = kv
+            assert lib.ms_paged_attention(e, *attention, 65536) == lib.MS_BAD_TYPE
+            assert lib.ms_write_kv(e, f, f, f, f, f, f, kv, i, 1, 1, 16, 1, 1) == lib.MS_BAD_TYPE
 
     def test_every_code_has_words(self) -> None:
         names = [name for name in dir(self.lib) if (name.startswith("MS_") and "BAD" in name) or "SMALL" in name]

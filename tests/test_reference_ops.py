@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from minserve.errors import BackendError, ParameterError
 from minserve.ops import OPERATIONS, load_backend, reference
 from minserve.ops.dtypes import BF16, F16, F32, Q4_0, Q4_1, Q8_0, GroupedTensor, Tensor, WeightType
+from minserve.ops.quantized_kv import QuantizedKV, quantize_rows
 
 
 def tensor(dtype: WeightType, data: bytes, *shape: int) -> Tensor:
@@ -88,11 +89,19 @@ def test_rope_turns_pairs_by_the_angle() -> None:
     assert turned(q, 5) @ turned(k, 3) == pytest.approx(turned(q, 105) @ turned(k, 103), abs=1e-4)
 
 
+def as_stored(x: np.ndarray, dtype: str) -> np.ndarray:
+    """What a cache of this type keeps of x, in float64."""
+    if dtype == "int8":
+        q, scale = quantize_rows(x)
+        return q * scale[..., None].astype(np.float64)
+    return x.astype(dtype).astype(np.float64)
+
+
 @given(
     lens=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), min_size=1, max_size=4),
     block_size=st.sampled_from([1, 3, 4, 16]),
     heads=st.sampled_from([(1, 1), (4, 2), (9, 3)]),
-    dtype=st.sampled_from(["float32", "float16"]),
+    dtype=st.sampled_from(["float32", "float16", "int8"]),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_paged_attention_is_attention(
@@ -106,7 +115,11 @@ def test_paged_attention_is_attention(
     context = np.array([past + new for past, new in lens], np.int32)
     needed = -(-context // block_size)
     ids = rng.permutation(needed.sum() + 2)
-    caches = np.full((2, len(ids), num_kv_heads, block_size, d), np.nan, dtype)
+    shape = (len(ids), num_kv_heads, block_size, d)
+    if dtype == "int8":
+        caches = [QuantizedKV(np.ones(shape, np.int8), np.full(shape[:3], np.nan, np.float32)) for _ in range(2)]
+    else:
+        caches = np.full((2, *shape), np.nan, dtype)
     tables = np.zeros((len(lens), needed.max()), np.int32)
     plain = []
     for s, blocks in enumerate(np.split(ids[: needed.sum()], np.cumsum(needed)[:-1])):
@@ -115,7 +128,7 @@ def test_paged_attention_is_attention(
         positions = np.arange(context[s])
         slots = blocks[positions // block_size] * block_size + positions % block_size
         reference.write_kv(k, v, caches[0], caches[1], slots.astype(np.int32))
-        plain.append((k.astype(dtype).astype(np.float64), v.astype(dtype).astype(np.float64)))
+        plain.append([as_stored(x, dtype) for x in (k, v)])
     starts = np.concatenate([[0], np.cumsum([new for _, new in lens])]).astype(np.int32)
     q = rng.normal(size=(starts[-1], num_heads, d)).astype(np.float32)
     out = reference.paged_attention(q, caches[0], caches[1], tables, context, starts, scale)

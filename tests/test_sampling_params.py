@@ -43,6 +43,10 @@ BAD = [
     ({"stop_token_ids": "2"}, "stop_token_ids must be a list"),
     ({"stop_token_ids": (i for i in [2])}, "stop_token_ids must be a list"),  # it would be empty when read again
     ({"ignore_eos": "no"}, "ignore_eos"),
+    ({"detokenize": 1}, "detokenize must be True or False"),
+    ({"detokenize": False, "stop": "x"}, "use stop_token_ids"),  # it would never be found
+    ({"logits_processors": len}, "logits_processors must be a list"),
+    ({"logits_processors": [len, 3]}, "logits_processors must be a list of functions; 3 is none"),
     ({"logit_bias": [1, 2]}, "logit_bias"),
     ({"logit_bias": {-1: 5}}, "logit_bias"),
     ({"logit_bias": {"abc": 5}}, "logit_bias"),
@@ -91,6 +95,16 @@ def test_stop_may_be_one_string_or_many() -> None:
     assert SamplingParams(stop="x").stop_strings == ("x",)
     assert SamplingParams(stop=["x", "yz"]).stop_strings == ("x", "yz")
     assert SamplingParams().stop_strings == ()
+
+
+def test_without_text_and_with_functions() -> None:
+    params = SamplingParams(
+        detokenize=False, stop=[], stop_token_ids=[2], logits_processors=(lambda ids, logits: logits,)
+    )
+    assert not params.detokenize
+    assert len(params.logits_processors or ()) == 1
+    assert SamplingParams(logits_processors=[]) == SamplingParams(logits_processors=[])
+    assert SamplingParams().detokenize
 
 
 def test_any_64_bit_seed_is_good() -> None:

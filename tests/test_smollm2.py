@@ -49,7 +49,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Each backend in turn; whatever the test did, no block may stay behind."""
     model: LLM = request.getfixturevalue(request.param)
     yield model
-    assert model.engine.pool.num_used == 0
+    assert model.engine.blocks.pool.num_used == 0
     assert not model.engine.has_unfinished
 
 

@@ -106,7 +106,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-cache-dtype",
-        choices=("auto", "float32", "float16"),
+        choices=("auto", "float32", "float16", "int8"),
         default="auto",
         help="how keys and values are stored (default: auto, the backend's own)",
     )

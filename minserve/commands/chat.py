@@ -13,6 +13,7 @@ from minserve.commands.answer import AnswerPrinter, cut_because, figures, follow
 from minserve.commands.arguments import add_model_options, add_sampling_options, clean, sampling_params
 from minserve.commands.common import FAILED, load_llm
 from minserve.commands.conversation import Conversation, Turn
+from minserve.commands.engine_arguments import add_engine_options
 from minserve.commands.output import aside, note, one_line, write_text
 from minserve.errors import MinserveError, ParameterError, did_you_mean
 from minserve.request import RequestOutput
@@ -50,6 +51,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message (default: the chat template's own)")
     add_model_options(parser)
+    add_engine_options(parser)
     add_sampling_options(parser, temperature=0.2, top_p=0.9, max_tokens=512)
     parser.add_argument("--quiet", "-q", action="store_true", help="no progress and no notes while loading")
     parser.set_defaults(run=run, parser=parser)
@@ -130,7 +132,7 @@ class Chat:
 
     def _turn(self, question: str, raise_interrupt: bool) -> bool:
         """Ask the model. The turn is kept if an answer, or a part of one before Ctrl-C, came back."""
-        limit = self._llm.engine.max_model_len
+        limit = self._llm.max_model_len
         wanted = min(self._params.max_tokens or limit, limit // 4)
         dropped = self._conversation.make_room(question, self._num_tokens, limit, max(wanted, 1))
         if dropped:
@@ -199,7 +201,7 @@ class Chat:
         messages = self._conversation.messages()
         used = self._num_tokens(messages) if messages else 0
         seen = len(self._conversation.turns) - self._conversation.first_seen
-        aside(f"context: {used} of {self._llm.engine.max_model_len} tokens, {seen} turns seen by the model")
+        aside(f"context: {used} of {self._llm.max_model_len} tokens, {seen} turns seen by the model")
 
     def _save(self, name: str) -> None:
         if not name:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minserve.commands.engine_arguments import engine_options
 from minserve.commands.output import note
 from minserve.commands.progress import StageProgress
 from minserve.errors import BackendError, MinserveError, in_words
@@ -36,6 +37,7 @@ def load_llm(args: argparse.Namespace, **overrides: Any) -> LLM:
         "threads": args.threads,
         "max_model_len": args.max_model_len,
         "kv_cache_dtype": args.kv_cache_dtype,
+        **engine_options(args),
         **overrides,
     }
     reason = native.why_unavailable()

@@ -15,8 +15,10 @@ from minserve.commands.arguments import (
     clean,
     read_stdin,
     sampling_params,
+    whole_number,
 )
 from minserve.commands.common import FAILED, INTERRUPTED, load_llm
+from minserve.commands.engine_arguments import add_engine_options
 from minserve.commands.output import aside, note, say, table, write_json
 from minserve.errors import ParameterError
 from minserve.request import RequestOutput
@@ -48,6 +50,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--raw", action="store_true", help="give the model the prompt as it is, without chat template")
     parser.add_argument("--system", metavar="TEXT", help="the system message before the prompt")
     add_model_options(parser)
+    engine = add_engine_options(parser)
+    engine.add_argument(
+        "--priority", type=whole_number, default=0, metavar="N", help="of this request; lower is earlier"
+    )
+    engine.add_argument(
+        "--cache-salt", metavar="TEXT", help="share cached KV blocks only with requests of the same salt"
+    )
     add_sampling_options(parser, temperature=0.0, top_p=1.0, max_tokens=512)
     group = parser.add_argument_group("what is shown")
     group.add_argument("-n", type=at_least(1), default=1, metavar="N", help="number of answers (default: 1)")
@@ -66,11 +75,12 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     prompt = _prompt(args.prompt)
     llm = load_llm(args)
+    of_request = {"priority": args.priority, "cache_salt": args.cache_salt}
     if args.raw:
-        stream = llm.stream(prompt, params)
+        stream = llm.stream(prompt, params, **of_request)
     else:
         messages = [{"role": "system", "content": clean(args.system)}] if args.system is not None else []
-        stream = llm.stream_chat([*messages, {"role": "user", "content": prompt}], params)
+        stream = llm.stream_chat([*messages, {"role": "user", "content": prompt}], params, **of_request)
     if params.n > 1 and params.temperature == 0 and not args.quiet:
         note("note: at temperature 0 all answers are the same; --temperature 0.8 makes them differ")
 

@@ -20,6 +20,9 @@ STAGES = {
     "load": ("loading", "steps"),
     "prefill": ("reading", "tokens"),
     "measure": ("measuring", "tokens"),
+    "serve": ("serving", "requests"),
+    "time": ("timing", "turns"),
+    "calibrate": ("measuring", "seconds"),
 }
 
 

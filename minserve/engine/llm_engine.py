@@ -1,77 +1,79 @@
-"""LLMEngine: add requests, call step() until nothing is unfinished.
-
-This engine serves one request at a time, first come first served. A step gives that request some of the
-tokens that it has not computed yet, at most max_num_batched_tokens: many for a prompt, one for a decode.
-"""
+"""LLMEngine: add requests, call step() until nothing is unfinished."""
 
 from __future__ import annotations
 
 import threading
 import time
-import traceback
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from minserve.engine.model_runner import ModelRunner, ScheduledSequence
+import numpy as np
+
+from minserve.engine.answer import Answer
+from minserve.engine.engine_config import EngineConfig
+from minserve.engine.interfaces import Runner, TokenSampler
 from minserve.engine.request_state import RequestState
-from minserve.engine.sampler import Sampler
-from minserve.errors import MinserveError, ParameterError, check_whole_number, in_words
-from minserve.kv.block_pool import BlockPool
-from minserve.request import FinishReason, Request, RequestOutput, SequenceStatus
+from minserve.engine.run_isolated import run_isolated, sample_isolated, where_and_what
+from minserve.engine.sampler import SampledToken
+from minserve.engine.scheduled_batch import ScheduledBatch
+from minserve.engine.scheduler import Scheduler
+from minserve.engine.step_report import StepReport
+from minserve.errors import NonFiniteLogitsError, ParameterError
+from minserve.events import Arrived, EventStream, Finished, Token
+from minserve.kv.block_manager import BlockManager
+from minserve.kv.cache_identity import CacheIdentity
+from minserve.request import FinishReason, Request, RequestIds, RequestOutput, Sequence, SequenceStatus
 from minserve.text.tokenizer import Tokenizer
-
-
-def _describe(error: Exception) -> str:
-    """What went wrong, in one line; for a fault in code (a student's operation, say) also where."""
-    text = in_words(error)
-    if isinstance(error, MinserveError):
-        return text
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{text} ({frame.filename}:{frame.lineno})"
 
 
 class LLMEngine:
     """Requests in, RequestOutputs out.
 
-    runner: runs scheduled sequences. clock: seconds, any origin. max_model_len: the longest sequence,
-    prompt and answer together; a pool that is smaller lowers it.
-    Raises ParameterError for a budget below one token.
+    runner, sampler: compute. clock: seconds, any origin. identity: what tells this model's KV blocks from another's.
+    events: where to report what happens (None: a stream of its own, `engine.events`).
 
-    Several threads may use one engine: each step belongs to one of them, whoever's request it serves. (A
-    process that forks while another thread is in a step must not use the engine in the child.)
+    Several threads may use one engine: a step belongs to one of them, whoever's requests it serves. (A process that
+    forks while another thread is in a step must not use the engine in the child.)
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: Runner,
+        sampler: TokenSampler,
         tokenizer: Tokenizer,
-        pool: BlockPool,
+        config: EngineConfig,
         *,
-        max_model_len: int,
-        max_num_batched_tokens: int,
         clock: Callable[[], float] = time.perf_counter,
+        identity: CacheIdentity | None = None,
+        events: EventStream | None = None,
     ) -> None:
-        check_whole_number("max_num_batched_tokens", max_num_batched_tokens, 1)
-        self.runner = runner
-        self.tokenizer = tokenizer
-        self.pool = pool
-        self.block_size = runner.kv_cache.block_size
-        self.max_model_len = min(max_model_len, pool.num_blocks * self.block_size)
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.clock = clock
-        self.sampler = Sampler()
-        self._queue: deque[RequestState] = deque()
+        self.runner, self.sampler, self.tokenizer, self.config, self.clock = runner, sampler, tokenizer, config, clock
+        self.events = EventStream(clock) if events is None else events
+        self.identity = CacheIdentity() if identity is None else identity
+        self.blocks = BlockManager(
+            config.num_kv_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            events=self.events,
+        )
+        self.scheduler = Scheduler(config, self.blocks, self.events)
+        self.new_request_id = RequestIds()
+        self._requests: dict[str, RequestState] = {}
+        self._arrivals = 0
+        self._to_abort: list[str] = []
+        self._touched: RequestState | None = None  # the one that is being changed right now
         self._lock = threading.RLock()  # reentrant: a step may set off the clean-up of a stream that was left
+        self._busy = self._broken = False
 
     @property
     def has_unfinished(self) -> bool:
         """Is there a request that has not ended?"""
-        return bool(self._queue)
+        return bool(self._requests)
 
     def check(self, request: Request) -> None:
         """Raise ParameterError or TokenizerError if this request could never be served."""
         ids = request.prompt_token_ids
-        if not ids:
+        if not len(ids):
             raise ParameterError("the prompt is empty: there is no token to start from")
         self.tokenizer.check_ids(ids)
         request.sampling_params.check_vocabulary(self.tokenizer.vocab_size)
@@ -79,145 +81,235 @@ class LLMEngine:
 
     def check_length(self, num_tokens: int, *, counted: bool = True) -> None:
         """Raise ParameterError if a prompt is too long. counted: false if it may have more tokens than that."""
-        if num_tokens >= self.max_model_len:
+        config, at_least = self.config, "" if counted else "at least "
+        if num_tokens >= config.max_model_len:
             raise ParameterError(
-                f"the prompt has {'' if counted else 'at least '}{num_tokens} tokens and the limit is "
-                f"{self.max_model_len} for prompt and answer together (the model's context, max_model_len and the "
-                "KV blocks set it); shorten the prompt"
+                f"the prompt has {at_least}{num_tokens} tokens and the limit is {config.max_model_len} for prompt and "
+                "answer together (the model's context and max_model_len set it); shorten the prompt"
+            )
+        if num_tokens >= config.longest_sequence:
+            raise ParameterError(
+                f"the prompt needs {at_least}{self.blocks.blocks_for(num_tokens + 1)} KV blocks with its first answer "
+                f"token, pool has {config.num_kv_blocks} of {config.block_size} tokens; shorten the prompt or give "
+                "more num_kv_blocks"
             )
 
     def add_request(self, request: Request) -> RequestOutput:
-        """Queue a request; returns its output, which the steps to come fill in. Raises as `check` does."""
+        """Queue a request; returns its output, which the steps to come fill in.
+
+        Raises as `check` does, and ParameterError if a request of this id is in the engine already.
+        """
         self.check(request)
-        request.arrival_time = self.clock()
-        state = RequestState(request, self.tokenizer, self.max_model_len)
-        with self._lock:
-            self._queue.append(state)
+        root = self.identity.of(request).digest() if self.config.enable_prefix_caching else b""
+        with self._changing(unused_id=request.request_id):
+            if request.arrival_time is None:
+                request.arrival_time = self.clock()
+            self._arrivals += 1
+            state = RequestState(
+                request,
+                self.tokenizer,
+                order=self._arrivals,
+                max_model_len=self.config.longest_sequence,
+                cache_root=root,
+            )
+            self.scheduler.add(state.answers[0].seq)
+            self._requests[request.request_id] = state
+            if self.events.wants(Arrived):
+                params, count = request.sampling_params, len(request.prompt_token_ids)
+                self.events.emit(
+                    Arrived, request.request_id, count, params.max_tokens, params.n, request.tenant, request.tier,
+                    request.priority,
+                )  # fmt: skip
         return state.output
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request early and free its blocks; None if it is not here (any more)."""
-        with self._lock:
-            for state in list(self._queue):
-                if state.request.request_id == request_id:
-                    try:
-                        state.end(FinishReason.ABORT)
-                        return self._retire(state)
-                    except BaseException:
-                        self._drop(state)
-                        raise
-        return None
+        """End a request early and free its blocks; None if it is not here (any more).
 
-    def step(self) -> list[RequestOutput]:
-        """Schedule, run, sample, postprocess. Returns the outputs of the requests that took part.
-
-        A request that fails (a refused operation, NaN logits, a fault in a backend's code) ends with
-        finish_reason "error" and its message; the ones behind it go on. A step that is interrupted
-        (KeyboardInterrupt) aborts its request.
+        Called from inside a step (the clean-up of a stream that nobody holds any more), it takes effect at its end.
         """
         with self._lock:
-            if not self._queue:
-                return []
-            state = self._queue[0]
-            try:
-                return [self._step(state)]
-            except BaseException:  # it may have come between any two lines, with something half done
-                self._drop(state)
-                raise
+            state = self._requests.get(request_id)
+            if state is None:
+                return None
+            if self._busy:
+                self._to_abort.append(request_id)
+                return state.output
+            with self._changing():
+                self._end(state, FinishReason.ABORT)
+            return state.output
 
-    def _step(self, state: RequestState) -> RequestOutput:
+    def step(self) -> list[RequestOutput]:
+        """Schedule, run, sample, postprocess. Returns the outputs of the requests that a token or an end was added to.
+
+        A request that fails (a refused operation, NaN logits, a fault in a backend's or a logits processor's code)
+        ends with finish_reason "error" and its message; the others go on.
+        """
+        outputs: dict[str, RequestOutput] = {}
+        with self._changing():
+            report = StepReport(self.events, self.scheduler, self.clock)
+            batch = self.scheduler.schedule()
+            report.scheduled(batch)
+            logits = self._run(batch, outputs)
+            report.forwarded()
+            drawing, rows = self._computed(batch, logits, report, outputs)
+            sampled = sample_isolated(self.sampler, rows, [answer.row for _, answer in drawing])
+            report.sampled()
+            for (state, answer), result in zip(drawing, sampled, strict=True):
+                outputs[state.request.request_id] = state.output
+                if not state.output.finished:  # else another of its answers has failed just now
+                    self._take(state, answer, result, report)
+            report.finished(batch)
+        return list(outputs.values())
+
+    def _run(self, batch: ScheduledBatch, outputs: dict[str, RequestOutput]) -> np.ndarray:
+        """Logits (L, V) of the batch; requests that made the run fail have ended and left the batch."""
+
+        def fail(seq: Sequence, error: Exception) -> None:
+            self._fail(self._requests[seq.request.request_id], error, outputs)
+
+        return run_isolated(self.runner, batch, fail)
+
+    def _computed(
+        self, batch: ScheduledBatch, logits: np.ndarray, report: StepReport, outputs: dict[str, RequestOutput]
+    ) -> tuple[list[tuple[RequestState, Answer]], np.ndarray]:
+        """Note what was computed; returns the answers that draw a token now, and a row of logits for each."""
+        drawing: list[tuple[RequestState, Answer]] = []
+        rows: list[int] = []
+        end = 0  # of this sequence's rows
+        for item in batch.items:
+            seq, begin, end = item.seq, end, end + item.num_logits
+            state = self._requests.get(seq.request.request_id)
+            if state is None:  # it has failed just now
+                continue
+            if state.output.metrics.first_token_time is None:
+                report.prefilled(state.output.metrics, item)
+            if seq.needs_prompt_logits:
+                try:
+                    state.add_prompt_logprobs(logits[begin:end], seq.num_computed_tokens + 1)
+                except Exception as error:
+                    self._fail(state, error, outputs)
+                    continue
+                seq.needs_prompt_logits = state.num_missing_prompt_logprobs > 0
+            seq.num_computed_tokens += item.num_tokens
+            if seq.num_computed_tokens < len(seq.token_ids):
+                self.blocks.commit(seq)
+                continue
+            drawing.append((state, state.answers[seq.index]))
+            rows.append(end - 1)
+            if state.num_unstarted and seq.num_output_tokens == 0:
+                for answer in self._fork(state, seq):
+                    drawing.append((state, answer))
+                    rows.append(end - 1)
+        each_once = len(rows) == len(logits) and rows == list(range(len(rows)))
+        return drawing, logits if each_once else logits[rows]
+
+    def _fork(self, state: RequestState, parent: Sequence) -> list[Answer]:
+        """Start the request's other answers from the prompt that one of them has just computed.
+
+        As many as there are seats for; one more goes into the queue, and starts the rest when its turn comes.
+        """
+        started: list[Answer] = []
+        while state.num_unstarted:
+            answer = state.start_answer()
+            if not self.scheduler.fork(parent, answer.seq):
+                self.scheduler.add(answer.seq)
+                break
+            started.append(answer)
+        return started
+
+    def _take(self, state: RequestState, answer: Answer, result: SampledToken | Exception, report: StepReport) -> None:
+        """Add a token to an answer, or end its request for what went wrong."""
+        self._touched = state
         try:
-            self._advance(state, self._schedule(state))
+            if isinstance(result, Exception):
+                raise result
+            self.blocks.commit(answer.seq)
+            state.append_token(answer, result)
         except Exception as error:  # whatever it is, it is this request's alone
-            state.end(FinishReason.ERROR, _describe(error))
-            return self._retire(state)
-        if state.completion.finished and not self._next_answer(state):
-            return self._retire(state)
-        return state.output
-
-    def _schedule(self, state: RequestState) -> ScheduledSequence:
-        """Give the sequence its next tokens, and the blocks to put them in."""
-        seq = state.seq
-        seq.status = SequenceStatus.RUNNING
-        uncomputed = len(seq.token_ids) - seq.num_computed_tokens
-        num_tokens = min(uncomputed, self.max_num_batched_tokens)
-        blocks_needed = -(-(seq.num_computed_tokens + num_tokens) // self.block_size) - len(seq.block_table)
-        if blocks_needed > 0:
-            seq.block_table.extend(self.pool.allocate(blocks_needed))
-        metrics = state.output.metrics
-        metrics.num_kv_blocks = max(metrics.num_kv_blocks, len(seq.block_table))
-        if self._scores_prompt(state):
-            return ScheduledSequence(seq, num_tokens, num_tokens)
-        return ScheduledSequence(seq, num_tokens, int(num_tokens == uncomputed))
-
-    @staticmethod
-    def _scores_prompt(state: RequestState) -> bool:
-        """Are log probabilities of prompt tokens still to come?"""
-        entries = state.output.prompt_logprobs
-        return entries is not None and len(entries) < state.seq.num_prompt_tokens
-
-    def _advance(self, state: RequestState, scheduled: ScheduledSequence) -> None:
-        """Run the model; sample if the sequence's end was reached."""
-        seq, metrics = state.seq, state.output.metrics
-        started = self.clock()
-        if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = started
-        (logits,) = self.runner.run([scheduled])  # (num_logits, V)
-        if self._scores_prompt(state):
-            state.add_prompt_logprobs(logits, seq.num_computed_tokens + 1)
-        seq.num_computed_tokens += scheduled.num_tokens
-        if metrics.first_token_time is None:
-            metrics.prefill_seconds += self.clock() - started
-            metrics.num_prefilled_tokens += scheduled.num_tokens
-        if seq.num_computed_tokens < len(seq.token_ids):
+            self._fail(state, error)
             return
-        sampled = self.sampler.sample(
-            logits[-1],
-            state.params,
-            seed=state.seed,
-            index=seq.index,
-            prompt_ids=state.request.prompt_token_ids,
-            output_ids=state.completion.token_ids,
-            end_ids=state.end_ids,
-        )
-        state.append_token(sampled.token_id, sampled.logprobs)
-        now = metrics.last_token_time = self.clock()
-        metrics.num_output_tokens += 1
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        else:
-            metrics.num_decode_tokens += 1
-            metrics.decode_seconds = now - metrics.first_token_time
+        self._touched = None  # not so after an interrupt: then its text and its tokens may not be in step
+        state.output.metrics.add_token(report.now)
+        if report.wants_tokens:
+            logprob = None if result.logprobs is None else float(result.logprobs[result.token_id])
+            self.events.emit(Token, state.request.request_id, answer.seq.index, result.token_id, logprob)
+        if answer.completion.finish_reason is not None:
+            self._leave(state, answer)
+            if not state.num_unstarted and all(each.completion.finished for each in state.answers):
+                self._close(state)
 
-    def _next_answer(self, state: RequestState) -> bool:
-        """Start the next of the n answers, if there is one, in the prompt's blocks."""
-        state.seq.status = SequenceStatus.FINISHED
-        if not state.next_answer():
-            return False
-        prompt_blocks = -(-state.seq.num_prompt_tokens // self.block_size)
-        self.pool.free(state.seq.block_table[prompt_blocks:])
-        del state.seq.block_table[prompt_blocks:]
-        return True
+    def _fail(self, state: RequestState, error: Exception, outputs: dict[str, RequestOutput] | None = None) -> None:
+        """End a request for what went wrong with it; if its keys and values did, nobody may start from them."""
+        if isinstance(error, NonFiniteLogitsError):
+            for answer in state.answers:
+                self.blocks.revoke(answer.seq)
+        self._end(state, FinishReason.ERROR, where_and_what(error))
+        if outputs is not None:
+            outputs[state.request.request_id] = state.output
 
-    def _retire(self, state: RequestState) -> RequestOutput:
-        """Take a request that has ended out of the engine; its blocks are free again."""
-        if not state.output.finished:  # else it was aborted in the middle of its own step
-            self.pool.free(state.seq.block_table)
-            self._queue.remove(state)
-            self._close(state)
-        return state.output
+    def _leave(self, state: RequestState, answer: Answer) -> None:
+        """Take an answer's sequence out of the scheduler."""
+        metrics, seq = state.output.metrics, answer.seq
+        metrics.num_kv_blocks = max(metrics.num_kv_blocks, len(seq.block_table))
+        self.scheduler.remove(seq)
 
-    def _drop(self, state: RequestState) -> None:
-        """Abort a request that was interrupted at an unknown place; only what the others own stays in use."""
-        if state in self._queue:
-            self._queue.remove(state)
-        self.pool.keep_only(block for other in self._queue for block in other.seq.block_table)
-        state.end(FinishReason.ABORT)
+    def _end(self, state: RequestState, reason: FinishReason, error: str | None = None) -> None:
+        """End every answer of a request, whatever stage it is at."""
+        for answer in state.answers:
+            self._leave(state, answer)
+        state.end(reason, error)
         self._close(state)
 
     def _close(self, state: RequestState) -> None:
-        """The request is out of the queue and its blocks are the pool's: nothing of it changes any more."""
-        state.seq.status = SequenceStatus.FINISHED
-        state.seq.block_table = []
-        state.output.metrics.finished_time = self.clock()
-        state.output.finished = True
+        """All its answers have ended: nothing of this request changes any more."""
+        output, metrics = state.output, state.output.metrics
+        first = state.answers[0].seq
+        metrics.num_preemptions = sum(answer.seq.num_preemptions for answer in state.answers)
+        metrics.finished_time = self.clock()
+        output.finished = True
+        self._requests.pop(state.request.request_id, None)
+        if self.events.wants(Finished):
+            self.events.emit(
+                Finished, state.request.request_id, tuple(str(o.finish_reason) for o in output.outputs),
+                first.num_prompt_tokens, metrics.num_cached_tokens, metrics.num_output_tokens, metrics.num_preemptions,
+            )  # fmt: skip
+
+    @contextmanager
+    def _changing(self, unused_id: str | None = None) -> Iterator[None]:
+        """One change at a time. After one that was interrupted (between any two lines), the next repairs.
+
+        unused_id: raises ParameterError, and nothing changes, if a request has this id.
+        """
+        with self._lock:
+            if unused_id in self._requests:
+                raise ParameterError(f"request id {unused_id!r} is in use; each request needs its own")
+            if self._broken:
+                self._recover()
+            self._broken = True
+            try:
+                self._busy = True
+                yield
+                while self._to_abort:
+                    state = self._requests.get(self._to_abort.pop())
+                    if state is not None:
+                        self._end(state, FinishReason.ABORT)
+                self._broken = False
+            finally:
+                self._busy = False
+
+    def _recover(self) -> None:
+        """Start over from what is known of each request: its tokens. Only the one that was being changed ends."""
+        touched, self._touched = self._touched, None
+        states = list(self._requests.values())
+        self.scheduler.clear()
+        self.blocks.clear(answer.seq for state in states for answer in state.answers)
+        for state in states:
+            state.num_unstarted = state.params.n - len(state.answers)
+            waiting = [answer.seq for answer in state.answers if not answer.completion.finished]
+            for answer in state.answers:
+                answer.seq.status = SequenceStatus.FINISHED
+            for seq in waiting:
+                seq.status = SequenceStatus.WAITING
+                self.scheduler.add(seq)
+            if state is touched or not waiting:
+                self._end(state, FinishReason.ABORT)

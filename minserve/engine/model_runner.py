@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
+from minserve.engine.scheduled_batch import ScheduledSequence
 from minserve.kv.kv_cache import KVCache
 from minserve.model.model_input import ModelInput
 from minserve.model.transformer import Transformer
-from minserve.request import Sequence
-
-
-@dataclass(frozen=True)
-class ScheduledSequence:
-    """A sequence's part in a step: its next `num_tokens` tokens, of which the last `num_logits` want logits."""
-
-    seq: Sequence
-    num_tokens: int
-    num_logits: int
 
 
 class ModelRunner:
@@ -29,40 +20,52 @@ class ModelRunner:
         self.model = model
         self.kv_cache = kv_cache
 
-    def run(self, batch: Seq[ScheduledSequence]) -> list[np.ndarray]:
-        """One forward pass over all of them; returns logits (num_logits, V), one array a sequence.
+    def run(self, batch: Seq[ScheduledSequence]) -> np.ndarray:
+        """One forward pass over all of them; returns logits float32 (L, V): each sequence's num_logits, in order.
 
-        Each block_table must already cover the new positions. Writes their keys and values; leaves the
-        sequences as they are: whoever scheduled them moves num_computed_tokens.
+        Each block_table must already cover the new positions. Makes the copies that the items ask for, then writes
+        keys and values; leaves the sequences as they are: whoever scheduled them moves num_computed_tokens.
         """
-        logits = self.model.forward(self.prepare_input(batch), self.kv_cache.k, self.kv_cache.v)  # (L, V)
-        ends = np.cumsum([item.num_logits for item in batch])
-        return np.split(logits, ends[:-1])
+        copies = [pair for item in batch for pair in item.copies]
+        if copies:
+            self.kv_cache.copy_blocks([source for source, _ in copies], [destination for _, destination in copies])
+            for item in batch:
+                item.copies = ()  # if this run fails and is tried again, the sources may hold something else
+        return self.model.forward(self.prepare_input(batch), self.kv_cache.k, self.kv_cache.v)  # (L, V)
 
     def prepare_input(self, batch: Seq[ScheduledSequence]) -> ModelInput:
         """Lay the sequences' new tokens out as ModelInput describes."""
         block_size = self.kv_cache.block_size
-        ids, positions, slots, logits_indices = [], [], [], []
-        query_start_loc = [0]
-        width = max(len(item.seq.block_table) for item in batch)
-        block_tables = np.zeros((len(batch), width), np.int32)
+        starts = np.array([item.seq.num_computed_tokens for item in batch])  # (S,)
+        counts = np.array([item.num_tokens for item in batch])  # (S,)
+        query_start_loc = np.array([0, *accumulate(item.num_tokens for item in batch)], np.int32)  # (S + 1,)
+        token_ids = np.empty(query_start_loc[-1], np.int32)  # (T,)
+        block_tables = np.zeros((len(batch), max(len(item.seq.block_table) for item in batch)), np.int32)
+        at = 0
         for row, item in enumerate(batch):
-            seq, start = item.seq, item.seq.num_computed_tokens
-            span = np.arange(start, start + item.num_tokens)  # (t,) this sequence's new positions
-            table = np.asarray(seq.block_table, np.int64)  # (blocks,)
-            block_tables[row, : len(table)] = table
-            ids.append(np.asarray(seq.token_ids[start : start + item.num_tokens]))
-            positions.append(span)
-            slots.append(table[span // block_size] * block_size + span % block_size)
-            end = query_start_loc[-1] + item.num_tokens
-            logits_indices.append(np.arange(end - item.num_logits, end))
-            query_start_loc.append(end)
+            seq, start, count = item.seq, item.seq.num_computed_tokens, item.num_tokens
+            token_ids[at : at + count] = seq.token_ids[start : start + count]
+            block_tables[row, : len(seq.block_table)] = seq.block_table
+            at += count
+        # Rows of T that belong to sequence s count up from its first new position.
+        rows = np.repeat(np.arange(len(batch)), counts)  # (T,) which sequence
+        positions = np.arange(at) + (starts - query_start_loc[:-1])[rows]  # (T,)
+        blocks = block_tables[rows, positions // block_size]  # (T,)
+        wanted = (
+            [np.arange(end - item.num_logits, end) for item, end in zip(batch, query_start_loc[1:], strict=True)]
+            if any(item.num_logits > 1 for item in batch)
+            else None
+        )
+        if wanted is None:  # the usual case: the last token of each sequence whose end is reached
+            logits_indices = query_start_loc[1:][[item.num_logits == 1 for item in batch]] - 1
+        else:
+            logits_indices = np.concatenate(wanted)
         return ModelInput(
-            token_ids=np.concatenate(ids).astype(np.int32),
-            positions=np.concatenate(positions).astype(np.int32),
-            slot_mapping=np.concatenate(slots).astype(np.int32),
+            token_ids=token_ids,
+            positions=positions.astype(np.int32),
+            slot_mapping=(blocks * block_size + positions % block_size).astype(np.int32),
             block_tables=block_tables,
-            context_lens=np.array([i.seq.num_computed_tokens + i.num_tokens for i in batch], np.int32),
-            query_start_loc=np.array(query_start_loc, np.int32),
-            logits_indices=np.concatenate(logits_indices).astype(np.int32),
+            context_lens=(starts + counts).astype(np.int32),
+            query_start_loc=query_start_loc,
+            logits_indices=logits_indices.astype(np.int32),
         )

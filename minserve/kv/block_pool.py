@@ -1,57 +1,114 @@
-"""BlockPool: which KV blocks are free."""
+"""BlockPool: who owns which KV block, by reference counts."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 from minserve.errors import OutOfBlocksError, ParameterError, check_whole_number
 
 
 class BlockPool:
-    """The ids 0 .. num_blocks - 1, each either free or in use.
+    """The ids 0 .. num_blocks - 1. Each is in exactly one of three states:
 
-    free + used == num_blocks at all times. The block freed longest ago is given out first.
+        used    somebody owns it; its reference count says how many do
+        cached  nobody owns it, but its content is worth keeping: it can be shared again, or be evicted
+        free    nobody owns it, and nobody needs what it holds
+
+    free + cached + used == num_blocks at all times, and every call is O(1) a block. What was free longest is given
+    out first; when nothing is free, what was cached longest ago (least recently used) is evicted.
+    on_evict(blocks): called when cached blocks lose their content, before they are given out.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[list[int]], None] | None = None) -> None:
         check_whole_number("num_kv_blocks", num_blocks, 1)
         self.num_blocks = num_blocks
-        self._free: deque[int] = deque(range(num_blocks))
-        self._used: set[int] = set()
+        self._on_evict = on_evict
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every block free, whatever was the case before; nothing is evicted by name."""
+        self.ref_counts = [0] * self.num_blocks
+        self._kept = [False] * self.num_blocks  # is the content worth keeping when nobody owns the block?
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # an ordered set
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated."""
+        """Blocks that hold nothing of use."""
         return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody owns and that could be shared again."""
+        return len(self._cached)
 
     @property
     def num_used(self) -> int:
         """Blocks that somebody owns."""
-        return len(self._used)
+        return self.num_blocks - len(self._free) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks. Raises OutOfBlocksError, and takes none, if there are too few."""
-        if count > len(self._free):
-            raise OutOfBlocksError(f"needs {count} KV blocks, {len(self._free)} of {self.num_blocks} are free")
-        blocks = [self._free.popleft() for _ in range(count)]
-        self._used.update(blocks)
+        """Take `count` blocks, with a reference count of 1 each.
+
+        Raises OutOfBlocksError, and takes and evicts none, if there are too few.
+        """
+        if count > self.num_available:
+            raise OutOfBlocksError(f"needs {count} KV blocks, {self.num_available} of {self.num_blocks} are free")
+        free, cached = self._free, self._cached
+        blocks = [free.popitem(last=False)[0] for _ in range(min(count, len(free)))]
+        if len(blocks) < count:
+            evicted = [cached.popitem(last=False)[0] for _ in range(count - len(blocks))]
+            for block in evicted:
+                self._kept[block] = False
+            if self._on_evict is not None:
+                self._on_evict(evicted)
+            blocks += evicted
+        for block in blocks:
+            self.ref_counts[block] = 1
         return blocks
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back. Raises ParameterError, and frees none, if one is not in use or named twice."""
+    def share(self, blocks: Iterable[int]) -> None:
+        """Own these blocks too, used or cached ones. Raises ParameterError, and shares none, for a free one."""
         blocks = list(blocks)
-        if len(set(blocks)) != len(blocks) or not self._used.issuperset(blocks):
-            raise ParameterError(f"cannot free {blocks}: a block is named twice or is not in use")
-        self._used.difference_update(blocks)
-        self._free.extend(blocks)
+        for block in blocks:
+            if not 0 <= block < self.num_blocks or block in self._free:
+                raise ParameterError(f"cannot share KV block {block}: nobody owns it and it is not cached")
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                del self._cached[block]
+            self.ref_counts[block] += 1
 
-    def keep_only(self, owned: Iterable[int]) -> None:
-        """Make these blocks the ones in use, and all others free, whatever was the case before.
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give blocks back, in this order (so the first one is evicted first). A block that others own stays in use.
 
-        For after an interrupt, which may fall between any two lines of `allocate` and `free` or of their callers.
+        Raises ParameterError, and frees none, if one is not in use or named twice.
         """
-        self._used = set(owned)
-        free = [block for block in dict.fromkeys(self._free) if block not in self._used]
-        lost = set(range(self.num_blocks)).difference(self._used, free)
-        self._free = deque([*free, *sorted(lost)])
+        if len(set(blocks)) != len(blocks):
+            raise ParameterError(f"cannot free {list(blocks)}: a block is named twice")
+        for block in blocks:
+            if not 0 <= block < self.num_blocks or self.ref_counts[block] == 0:
+                raise ParameterError(f"cannot free KV block {block}: nobody owns it")
+        for block in blocks:
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                (self._cached if self._kept[block] else self._free)[block] = None
+
+    def keep(self, block: int) -> None:
+        """When its last owner gives this block up, cache it. Raises ParameterError if nobody owns it now."""
+        if not 0 <= block < self.num_blocks or self.ref_counts[block] == 0:
+            raise ParameterError(f"cannot keep KV block {block}: nobody owns it")
+        self._kept[block] = True
+
+    def forget(self, block: int) -> None:
+        """This block's content is not worth keeping (any more); if it is cached it becomes free."""
+        if self._kept[block]:
+            self._kept[block] = False
+            if self.ref_counts[block] == 0:
+                del self._cached[block]
+                self._free[block] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,12 @@ class ModelFile:
     vocabulary: Vocabulary
     tensors: Mapping[str, Tensor]
     _close: Callable[[], None]
+
+    def revision(self) -> str:
+        """A digest of which files these are: their places, sizes and times of change. A replaced file is another."""
+        paths = sorted(self.path.iterdir()) if self.path.is_dir() else [self.path]
+        facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+        return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
 
     def close(self) -> None:
         """Let go of the files. Tensors still in use keep their memory mapped until they are gone."""

@@ -18,6 +18,7 @@ from minserve.model.model_input import ModelInput
 from minserve.model.rope import inverse_frequencies
 from minserve.ops import Backend
 from minserve.ops.dtypes import Tensor
+from minserve.ops.quantized_kv import KVLayer
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,13 @@ class Transformer:
     ) -> None:
         self.config = config
         self.ops = ops
+        self.weight_types: set[str] = set()  # what the file stores the weights as
         total = config.num_hidden_layers + 2
 
         def prepared(name: str) -> Any:
-            return ops.prepare(tensors[name])
+            tensor = tensors[name]
+            self.weight_types.add(tensor.dtype.name)
+            return ops.prepare(tensor)
 
         def report(done: int) -> None:
             if progress is not None:
@@ -93,7 +97,7 @@ class Transformer:
         self.cos = (np.cos(angles) * attention_factor).astype(np.float32)
         self.sin = (np.sin(angles) * attention_factor).astype(np.float32)
 
-    def forward(self, batch: ModelInput, k_caches: Sequence[np.ndarray], v_caches: Sequence[np.ndarray]) -> np.ndarray:
+    def forward(self, batch: ModelInput, k_caches: Sequence[KVLayer], v_caches: Sequence[KVLayer]) -> np.ndarray:
         """Run one step. Writes the tokens' keys and values into the caches; returns logits (L, V).
 
         k_caches, v_caches: one array a layer, as `ops.reference.paged_attention` describes them.

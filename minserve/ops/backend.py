@@ -13,8 +13,10 @@ import numpy as np
 from minserve.errors import BackendError, in_words, shown
 from minserve.ops import reference
 from minserve.ops.dtypes import GroupedTensor, Tensor
+from minserve.ops.quantized_kv import KVLayer
+from minserve.ops.sampling import SamplingSettings
 
-# The operations, in the order in which a token meets them. reference.py defines each.
+# The operations, in the order in which a token meets them. reference.py defines each, and sampling.py the last two.
 OPERATIONS = (
     "prepare",
     "embedding",
@@ -25,6 +27,8 @@ OPERATIONS = (
     "paged_attention",
     "silu_mul",
     "add",
+    "sample",
+    "log_softmax",
 )
 
 
@@ -40,13 +44,13 @@ class Backend(Protocol):
     def linear(self, x: np.ndarray, weight: Any, /) -> np.ndarray: ...
     def rope(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, /) -> np.ndarray: ...
     def write_kv(
-        self, k: np.ndarray, v: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, slot_mapping: np.ndarray, /
+        self, k: np.ndarray, v: np.ndarray, k_cache: KVLayer, v_cache: KVLayer, slot_mapping: np.ndarray, /
     ) -> None: ...
     def paged_attention(
         self,
         q: np.ndarray,
-        k_cache: np.ndarray,
-        v_cache: np.ndarray,
+        k_cache: KVLayer,
+        v_cache: KVLayer,
         block_tables: np.ndarray,
         context_lens: np.ndarray,
         query_start_loc: np.ndarray,
@@ -55,6 +59,10 @@ class Backend(Protocol):
     ) -> np.ndarray: ...
     def silu_mul(self, gate: np.ndarray, up: np.ndarray, /) -> np.ndarray: ...
     def add(self, x: np.ndarray, y: np.ndarray, /) -> np.ndarray: ...
+    def sample(
+        self, logits: np.ndarray, settings: SamplingSettings | None = None, /
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+    def log_softmax(self, logits: np.ndarray, /) -> np.ndarray: ...
 
 
 def load_backend(name: str | os.PathLike[str] | None = None, threads: int | None = None) -> Backend:

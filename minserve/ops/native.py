@@ -13,10 +13,24 @@ from typing import Any
 import numpy as np
 
 from minserve.errors import BackendError, ParameterError
+from minserve.ops import native_sampling
 from minserve.ops.dtypes import GroupedTensor, Tensor
-from minserve.ops.native_core import FLOAT16, FLOAT32, INT32, ISAS, UINT8, info, load, usable_cpus, why_unavailable
+from minserve.ops.native_core import (
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    INT32,
+    ISAS,
+    UINT8,
+    info,
+    load,
+    usable_cpus,
+    why_unavailable,
+)
 from minserve.ops.native_weights import PackedWeight, pack
+from minserve.ops.quantized_kv import KVLayer, QuantizedKV
 from minserve.ops.reference import dequantize
+from minserve.ops.sampling import SamplingSettings
 
 __all__ = ["NativeBackend", "PackedWeight", "info", "why_unavailable"]
 
@@ -135,34 +149,43 @@ class NativeBackend:
         return out
 
     def _caches(
-        self, k_cache: np.ndarray, v_cache: np.ndarray, kv_heads: int, head_dim: int, writable: bool
-    ) -> tuple[Any, Any, int, int, int]:
-        """Pointers to both caches, their type for C, the number of blocks, the block size."""
+        self, k_cache: KVLayer, v_cache: KVLayer, kv_heads: int, head_dim: int, writable: bool
+    ) -> tuple[Any, Any, Any, Any, int, int, int]:
+        """Pointers to both caches and their scales (or NULL), their type for C, number of blocks, block size."""
+        core, lib, null = self._core, self._lib, self._core.ffi.NULL
+        if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
+            blocks, _, block_size, _ = k_cache.shape
+            shape = (blocks, kv_heads, block_size, head_dim)
+            k = core.pointer("k_cache.q", k_cache.q, INT8, shape, writable)
+            v = core.pointer("v_cache.q", v_cache.q, INT8, shape, writable)
+            k_scale = core.pointer("k_cache.scale", k_cache.scale, FLOAT32, shape[:3], writable)
+            v_scale = core.pointer("v_cache.scale", v_cache.scale, FLOAT32, shape[:3], writable)
+            return k, v, k_scale, v_scale, lib.MS_KV_I8, blocks, block_size
+        if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
+            raise ParameterError("k_cache and v_cache must both be a QuantizedKV or both be arrays")
         blocks, _, block_size, _ = _sizes("k_cache", k_cache, 4)
         half = k_cache.dtype == FLOAT16
         shape, dtype = (blocks, kv_heads, block_size, head_dim), FLOAT16 if half else FLOAT32
-        k = self._core.pointer("k_cache", k_cache, dtype, shape, writable)
-        v = self._core.pointer("v_cache", v_cache, dtype, shape, writable)
-        return k, v, self._lib.MS_F16 if half else self._lib.MS_F32, blocks, block_size
+        k = core.pointer("k_cache", k_cache, dtype, shape, writable)
+        v = core.pointer("v_cache", v_cache, dtype, shape, writable)
+        return k, v, null, null, lib.MS_KV_F16 if half else lib.MS_KV_F32, blocks, block_size
 
     def write_kv(
-        self, k: np.ndarray, v: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, slot_mapping: np.ndarray
+        self, k: np.ndarray, v: np.ndarray, k_cache: KVLayer, v_cache: KVLayer, slot_mapping: np.ndarray
     ) -> None:
-        """k, v (T, K, d) into caches float32 or float16 (N, K, B, d); slot_mapping int32 (T,)."""
+        """k, v (T, K, d) into caches float32, float16 or QuantizedKV (N, K, B, d); slot_mapping int32 (T,)."""
         sizes = tokens, kv_heads, head_dim = _sizes("k", k, 3)
-        k_to, v_to, cache_type, blocks, block_size = self._caches(k_cache, v_cache, kv_heads, head_dim, writable=True)
+        *caches, blocks, block_size = self._caches(k_cache, v_cache, kv_heads, head_dim, writable=True)
         k_from, v_from = self._f32("k", k, sizes), self._f32("v", v, sizes)
         slots = self._i32("slot_mapping", slot_mapping, (tokens,))
-        if code := self._lib.ms_write_kv(
-            self._exec, k_from, v_from, k_to, v_to, cache_type, slots, *sizes, blocks, block_size
-        ):
+        if code := self._lib.ms_write_kv(self._exec, k_from, v_from, *caches, slots, *sizes, blocks, block_size):
             self._core.fail("write_kv", code, f"{blocks} blocks of {block_size} slots")
 
     def paged_attention(
         self,
         q: np.ndarray,
-        k_cache: np.ndarray,
-        v_cache: np.ndarray,
+        k_cache: KVLayer,
+        v_cache: KVLayer,
         block_tables: np.ndarray,
         context_lens: np.ndarray,
         query_start_loc: np.ndarray,
@@ -170,16 +193,16 @@ class NativeBackend:
     ) -> np.ndarray:
         """q (T, H, d) over caches (N, K, B, d) -> (T, H, d); the index arrays are int32."""
         tokens, heads, head_dim = _sizes("q", q, 3)
-        kv_heads = _sizes("k_cache", k_cache, 4)[1]
+        kv_heads = _sizes("k_cache", k_cache.q if isinstance(k_cache, QuantizedKV) else k_cache, 4)[1]
         sequences, max_blocks = _sizes("block_tables", block_tables, 2)
-        k, v, cache_type, blocks, block_size = self._caches(k_cache, v_cache, kv_heads, head_dim, writable=False)
+        *caches, blocks, block_size = self._caches(k_cache, v_cache, kv_heads, head_dim, writable=False)
         q_pointer = self._f32("q", q, (tokens, heads, head_dim))
         tables = self._i32("block_tables", block_tables, (sequences, max_blocks))
         lens = self._i32("context_lens", context_lens, (sequences,))
         starts = self._i32("query_start_loc", query_start_loc, (sequences + 1,))
         out, out_pointer = self._core.new((tokens, heads, head_dim))
         lib, shape = self._lib, (heads, kv_heads, head_dim)
-        arrays = (out_pointer, q_pointer, k, v, cache_type, tables, lens, starts)
+        arrays = (out_pointer, q_pointer, *caches, tables, lens, starts)
         arguments = (self._exec, *arrays, tokens, sequences, max_blocks, *shape, blocks, block_size, scale)
         code = lib.ms_paged_attention(*arguments, *self._work())
         if code == lib.MS_WORK_TOO_SMALL:
@@ -207,6 +230,14 @@ class NativeBackend:
         if code := self._lib.ms_add(self._exec, out_pointer, x_pointer, y_pointer, out.size):
             self._core.fail("add", code)
         return out
+
+    def sample(self, logits: np.ndarray, settings: SamplingSettings | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """logits (R, V) -> token_ids int32 (R,), -1 where the row failed, and status int32 (R,), each a RowStatus."""
+        return native_sampling.sample(self._core, self._exec, self._work, logits, settings)
+
+    def log_softmax(self, logits: np.ndarray) -> np.ndarray:
+        """logits (R, V) -> float64 (R, V)."""
+        return native_sampling.log_softmax(self._core, self._exec, logits)
 
     def quantize_activations(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What `linear` does to x (T, in) for quantized weights: q int8 (T, in), scale (T, ceil(in / 32))."""

@@ -11,9 +11,10 @@ import numpy as np
 
 from minserve.errors import KernelError, ParameterError
 
-ABI_VERSION = 1  # of csrc/minserve_core.h: a core built from another version is not used
+ABI_VERSION = 3  # of csrc/minserve_core.h: a core built from another version is not used
 ISAS = ("plain", "avx2", "avx512vnni")  # ms_exec.isa
 FLOAT32, FLOAT16, INT32, UINT8 = np.dtype("f4"), np.dtype("f2"), np.dtype("i4"), np.dtype("u1")
+FLOAT64, INT8, UINT64 = np.dtype("f8"), np.dtype("i1"), np.dtype("u8")
 
 
 class Core:
@@ -23,6 +24,7 @@ class Core:
         self.lib, self.ffi = module.lib, module.ffi
         self.process = os.getpid()
         names = {FLOAT32: "float[]", FLOAT16: "uint16_t[]", INT32: "int32_t[]", UINT8: "uint8_t[]"}
+        names |= {FLOAT64: "double[]", INT8: "int8_t[]", UINT64: "uint64_t[]"}
         self._ctypes = {dtype: self.ffi.typeof(name) for dtype, name in names.items()}
 
     def pointer(

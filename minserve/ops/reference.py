@@ -16,6 +16,8 @@ import numpy as np
 
 from minserve.errors import ParameterError
 from minserve.ops.dtypes import BF16, F16, F32, Q4_0, Q4_1, Q8_0, GroupedTensor, Tensor
+from minserve.ops.quantized_kv import KVLayer
+from minserve.ops.sampling import log_softmax, sample  # noqa: F401  operations too, defined in a file of their own
 
 name = "numpy"
 kv_cache_dtype = "float32"  # what keys and values are stored as unless the user chooses
@@ -90,11 +92,11 @@ def rope(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.concatenate([first * c - second * s, second * c + first * s], axis=-1)  # (T, heads, d)
 
 
-def write_kv(k: np.ndarray, v: np.ndarray, k_cache: np.ndarray, v_cache: np.ndarray, slot_mapping: np.ndarray) -> None:
+def write_kv(k: np.ndarray, v: np.ndarray, k_cache: KVLayer, v_cache: KVLayer, slot_mapping: np.ndarray) -> None:
     """Store keys and values of T tokens in their slots; changes k_cache and v_cache.
 
-    k, v (T, K, d); caches float32 or float16 (N, K, B, d); slot_mapping int32 (T,), where
-    slot = block id * B + place in the block.
+    k, v (T, K, d); caches (N, K, B, d), float32 or float16 arrays or QuantizedKV; slot_mapping int32 (T,),
+    where slot = block id * B + place in the block.
     """
     block_size = k_cache.shape[2]
     block, offset = np.divmod(slot_mapping, block_size)  # (T,) each
@@ -104,8 +106,8 @@ def write_kv(k: np.ndarray, v: np.ndarray, k_cache: np.ndarray, v_cache: np.ndar
 
 def paged_attention(
     q: np.ndarray,
-    k_cache: np.ndarray,
-    v_cache: np.ndarray,
+    k_cache: KVLayer,
+    v_cache: KVLayer,
     block_tables: np.ndarray,
     context_lens: np.ndarray,
     query_start_loc: np.ndarray,
@@ -113,7 +115,8 @@ def paged_attention(
 ) -> np.ndarray:
     """Causal attention of each sequence's new tokens over its KV blocks (arXiv 2309.06180, section 4).
 
-    q (T, H, d); caches (N, K, B, d); block_tables int32 (S, most blocks of any sequence);
+    q (T, H, d); caches (N, K, B, d), of which an int8 one (QuantizedKV) is read as float32(q) * scale;
+    block_tables int32 (S, most blocks of any sequence);
     context_lens int32 (S,), tokens in the cache, this step's included; query_start_loc int32
     (S + 1,), sequence s owns rows [query_start_loc[s], query_start_loc[s + 1]) of q, which are
     its last tokens. Returns (T, H, d).

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from minserve.engine.model_runner import ScheduledSequence
 from minserve.engine.sampler import check_logits, log_softmax
+from minserve.engine.scheduled_batch import ScheduledSequence
 from minserve.errors import ParameterError
 from minserve.llm import LLM
 from minserve.request import Request, Sequence
@@ -54,7 +55,7 @@ def _windows(llm: LLM, text: str, max_tokens: int | None) -> list[list[int]]:
     ids = llm.tokenizer.encode(text, add_bos=llm.tokenizer.add_bos)[:max_tokens]
     if len(ids) < 2:
         raise ParameterError(f"the text has {len(ids)} tokens; at least 2 are needed to predict one from another")
-    size = llm.engine.max_model_len
+    size = llm.max_model_len
     if size < 2:
         raise ParameterError("max_model_len must be at least 2 to predict one token from another")
     windows = [ids[i : i + size] for i in range(0, len(ids), size)]
@@ -66,19 +67,16 @@ def _logprobs(llm: LLM, ids: list[int]) -> Iterator[np.ndarray]:
 
     Raises NonFiniteLogitsError if the model gives any that are not finite.
     """
-    request = Request("evaluation", ids, SamplingParams())
-    seq = Sequence(request, 0, list(ids))
-    pool, size = llm.engine.pool, llm.engine.block_size
-    seq.block_table = pool.allocate(-(-len(ids) // size))
-    try:
-        while seq.num_computed_tokens < len(ids):
-            count = min(CHUNK, len(ids) - seq.num_computed_tokens)
-            (logits,) = llm.engine.runner.run([ScheduledSequence(seq, count, count)])  # (count, V)
-            seq.num_computed_tokens += count
-            check_logits(logits)
-            yield log_softmax(logits)
-    finally:
-        pool.free(seq.block_table)
+    config = llm.engine_config
+    blocks = -(-len(ids) // config.block_size)
+    runner = llm.new_runner(num_kv_blocks=blocks)
+    seq = Sequence(Request("evaluation", ids, SamplingParams()), 0, array("i", ids), array("i", range(blocks)))
+    while seq.num_computed_tokens < len(ids):
+        count = min(CHUNK, len(ids) - seq.num_computed_tokens)
+        logits = runner.run([ScheduledSequence(seq, count, count)])  # (count, V)
+        seq.num_computed_tokens += count
+        check_logits(logits)
+        yield log_softmax(logits)
 
 
 def _scored(logprobs: np.ndarray, ids: list[int], start: int) -> np.ndarray:

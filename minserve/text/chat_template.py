@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -42,6 +43,7 @@ class ChatTemplate:
                 "this model has no chat template; use it on plain text (generate --raw, or LLM.generate)"
             )
         self.source = source
+        self.digest = hashlib.sha256(repr((source, bos_token, eos_token)).encode("utf-8", "surrogatepass")).hexdigest()
         self._variables = {
             "bos_token": bos_token,
             "eos_token": eos_token,

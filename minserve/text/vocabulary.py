@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,3 +28,13 @@ class Vocabulary:
     eos_ids: tuple[int, ...] = ()
     add_bos: bool = False
     chat_template: str | None = None
+
+    def digest(self) -> str:
+        """Stands for everything that decides which ids a text becomes."""
+        hashed = hashlib.sha256()
+        for parts in (self.tokens, [part for pair in self.merges for part in pair]):
+            hashed.update(array("q", [len(parts), *map(len, parts)]).tobytes())  # so that no part can pass for another
+            hashed.update(b"".join(parts))
+        others = (sorted(self.special_tokens.items()), self.pre_tokenizer, self.bos_id, self.add_bos)
+        hashed.update(repr(others).encode("utf-8", "surrogatepass"))
+        return hashed.hexdigest()

@@ -1,0 +1,65 @@
+"""EngineConfig: how much the engine may do at once, under vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minserve.engine.scheduling_policy import SchedulingPolicy, scheduling_policy
+from minserve.errors import ParameterError, check_whole_number, shown
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Raises ParameterError, naming the option, for a value out of range.
+
+    max_model_len: most tokens of a sequence, prompt and answer together; a smaller pool lowers it.
+    num_kv_blocks, block_size: the KV memory, and tokens in a block.
+    max_num_seqs: most sequences that run at the same time (a request of n answers is up to n sequences).
+    max_num_batched_tokens: most tokens in a step.
+    enable_prefix_caching: let a sequence start from blocks that another one computed.
+    enable_chunked_prefill: spread a long prompt over several steps; false computes every prompt whole, in one step,
+        and raises max_num_batched_tokens to max_model_len for it.
+    scheduling_policy: "fcfs", "priority", or an object with key(seq).
+    static_batching: a baseline to measure against: request-level batching. A batch is admitted only when the last one
+        has ended, and each sequence reserves blocks for its prompt and max_tokens.
+    reserve_max_model_len: a baseline to measure against: no paging. Each sequence reserves blocks for max_model_len
+        when it is admitted, as where a cache is one piece of memory (arXiv 2309.06180, section 3.1).
+    """
+
+    max_model_len: int
+    num_kv_blocks: int
+    block_size: int = 16
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    scheduling_policy: str | SchedulingPolicy = "fcfs"
+    static_batching: bool = False
+    reserve_max_model_len: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "num_kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            check_whole_number(name, getattr(self, name), 1)
+        switches = ("enable_prefix_caching", "enable_chunked_prefill", "static_batching", "reserve_max_model_len")
+        for name in switches:
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(f"{name} must be True or False, not {shown(getattr(self, name))}")
+        scheduling_policy(self.scheduling_policy)
+
+    @property
+    def longest_sequence(self) -> int:
+        """max_model_len, or what the whole pool holds if that is less."""
+        return min(self.max_model_len, self.num_kv_blocks * self.block_size)
+
+    @property
+    def token_budget(self) -> int:
+        """max_num_batched_tokens, or enough for the longest prompt if prompts are not cut into chunks."""
+        if self.enable_chunked_prefill:
+            return self.max_num_batched_tokens
+        return max(self.max_num_batched_tokens, self.longest_sequence)
+
+    def reserved_tokens(self, longest: int) -> int:
+        """Tokens that a sequence gets blocks for when it is admitted, whatever it needs then; longest: its own most."""
+        if self.reserve_max_model_len:
+            return self.longest_sequence
+        return longest if self.static_batching else 0

@@ -1,0 +1,171 @@
+"""Scheduler: which tokens of which sequences the next step computes.
+
+There is no prefill phase and no decode phase (Orca, OSDI'22, section 3; vLLM v1): each step gives every running
+sequence some of the tokens that it has not computed yet, under one budget. A decode is the case of one token.
+
+    max_num_batched_tokens:  [ 1 each for the decodes ][ chunks of running prefills ][ chunks of new sequences ]
+
+Decodes come first, so a long prompt delays nobody's next token by more than one budget's worth of work (Sarathi-Serve,
+arXiv 2403.02310, section 4).
+
+A prompt that takes several steps does not hold up a short one either: where the head of the queue would fit whole into
+half of what the decodes leave, the long prompt's chunk leaves it that much. Longer ones wait for their turn.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import insort
+from typing import Any
+
+from minserve.engine.engine_config import EngineConfig
+from minserve.engine.scheduled_batch import ScheduledBatch, ScheduledSequence
+from minserve.engine.scheduling_policy import scheduling_policy
+from minserve.events import EventStream, Preempted
+from minserve.kv.block_manager import BlockManager
+from minserve.request import Sequence, SequenceStatus
+
+WAITING = (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+
+
+class Scheduler:
+    """The running sequences, the waiting ones, and the decision of each step.
+
+    Nobody waits for ever: a sequence at the head of the queue that does not fit now holds back those behind it, so the
+    running ones end without successors and it gets its turn, and every sequence fits the pool when it is alone.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager, events: EventStream) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.key = scheduling_policy(config.scheduling_policy).key
+        self.token_budget = config.token_budget
+        # Every running sequence must get a token in every step.
+        self.max_num_seqs = min(config.max_num_seqs, self.token_budget)
+        self._events = events
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every sequence."""
+        self.running: list[Sequence] = []  # in the policy's order
+        self._waiting: list[tuple[Any, int, Sequence]] = []  # a heap; those that have ended are dropped at its head
+        self._added = itertools.count()  # decides where a policy's keys are equal
+        self.num_waiting = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence that owns no blocks."""
+        heapq.heappush(self._waiting, (self.key(seq), next(self._added), seq))
+        self.num_waiting += 1
+
+    def fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Let a new sequence run on from its parent's blocks; False, and nothing changed, if there is no seat."""
+        if len(self.running) >= self.max_num_seqs:
+            return False
+        self.blocks.fork(parent, child)
+        child.status = SequenceStatus.RUNNING
+        insort(self.running, child, key=self.key)
+        return True
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out, wherever it stands, and free its blocks."""
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+            self.blocks.free(seq)
+        elif seq.status in WAITING:
+            self.num_waiting -= 1
+        seq.status = SequenceStatus.FINISHED
+        if len(self._waiting) > 2 * self.num_waiting + 100:  # most of them were aborted
+            self._waiting = [entry for entry in self._waiting if entry[-1].status in WAITING]
+            heapq.heapify(self._waiting)
+
+    def schedule(self) -> ScheduledBatch:
+        """Decide a step. Allocates blocks; changes who is running and who is waiting."""
+        batch = ScheduledBatch(self.token_budget)
+        prefills = []
+        for seq in tuple(self.running):
+            if len(seq.token_ids) - seq.num_computed_tokens > 1:
+                prefills.append(seq)
+            elif seq.status is SequenceStatus.RUNNING:  # else it was preempted for one before it
+                self._give(seq, 1, batch)
+        for seq in prefills:
+            if seq.status is SequenceStatus.RUNNING and batch.budget > 0:
+                most = batch.budget - self._kept_for_the_next(batch)
+                self._give(seq, min(len(seq.token_ids) - seq.num_computed_tokens, most), batch)
+        if not batch.preempted:  # else there is no room for anybody new
+            self._admit(batch)
+        return batch
+
+    def _kept_for_the_next(self, batch: ScheduledBatch) -> int:
+        """Tokens of the budget that a long prompt's chunk leaves to the head of the queue.
+
+        A prompt that is short, at most half of what is left, does not wait until a long one before it is computed.
+        """
+        while self._waiting and self._waiting[0][-1].status not in WAITING:
+            heapq.heappop(self._waiting)
+        no_entry = batch.preempted or self.config.static_batching or len(self.running) >= self.max_num_seqs
+        if no_entry or not self._waiting:
+            return 0
+        num_tokens = len(self._waiting[0][-1].token_ids)
+        short = num_tokens <= batch.budget // 2
+        return num_tokens if short and self.blocks.fits([], num_tokens + self._promised_slots()) else 0
+
+    def _promised_slots(self) -> int:
+        """Token slots of the whole blocks that the prompts which are being computed have yet to get."""
+        blocks_for = self.blocks.blocks_for
+        missing = sum(max(0, blocks_for(len(seq.token_ids)) - len(seq.block_table)) for seq in self.running)
+        return missing * self.blocks.block_size
+
+    def _give(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
+        """Put a running sequence's next tokens into the batch, at the cost of the last in order if need be."""
+        while (copies := self.blocks.allocate(seq, num_tokens)) is None:
+            victim = self.running[-1]
+            self._preempt(victim, batch)
+            if victim is seq:
+                return
+        missing = len(seq.token_ids) - seq.num_computed_tokens - num_tokens
+        num_logits = num_tokens if seq.needs_prompt_logits else int(missing == 0)
+        batch.items.append(ScheduledSequence(seq, num_tokens, num_logits, copies))
+        batch.budget -= num_tokens
+
+    def _preempt(self, seq: Sequence, batch: ScheduledBatch) -> None:
+        """Take a running sequence's blocks away; it will be computed again, its output tokens included."""
+        self.running.remove(seq)
+        for i, item in enumerate(batch.items):
+            if item.seq is seq:  # it had its place in this batch already
+                batch.budget += item.num_tokens
+                del batch.items[i]
+                break
+        seq.num_preemptions += 1
+        self._events.emit(Preempted, seq.request.request_id, seq.index, seq.num_computed_tokens, seq.num_preemptions)
+        self.blocks.free(seq)
+        seq.status = SequenceStatus.PREEMPTED
+        self.add(seq)
+        batch.preempted.append(seq)
+
+    def _admit(self, batch: ScheduledBatch) -> None:
+        """Start waiting sequences, in order, while there are seats, budget and blocks."""
+        static = self.config.static_batching
+        if static and self.running:
+            return
+        if not self._waiting or batch.budget == 0 or len(self.running) >= self.max_num_seqs:
+            return
+        promised = self._promised_slots()  # only the last one admitted can add to them: its chunk ends the budget
+        while self._waiting and batch.budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self._waiting[0][-1]
+            if seq.status not in WAITING:
+                heapq.heappop(self._waiting)
+                continue
+            hits = self.blocks.find_prefix(seq)
+            reserve = self.config.reserved_tokens(seq.max_num_tokens)
+            missing = len(seq.token_ids) - len(hits) * self.blocks.block_size
+            whole = self.config.enable_chunked_prefill or missing <= batch.budget
+            # All that is known of it must fit, not only the first chunk: else it would be preempted half-way.
+            if not whole or not self.blocks.fits(hits, max(len(seq.token_ids), reserve) + promised):
+                return
+            heapq.heappop(self._waiting)
+            self.num_waiting -= 1
+            self.blocks.start(seq, hits, reserve)
+            seq.status = SequenceStatus.RUNNING
+            insort(self.running, seq, key=self.key)
+            self._give(seq, min(missing, batch.budget), batch)

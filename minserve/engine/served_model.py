@@ -1,0 +1,186 @@
+"""ServedModel: a model that is loaded, and the engines over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minserve.engine.engine_config import EngineConfig
+from minserve.engine.llm_engine import LLMEngine
+from minserve.engine.model_runner import ModelRunner
+from minserve.engine.sampler import Sampler
+from minserve.engine.scheduling_policy import SchedulingPolicy
+from minserve.errors import ModelFileError, ParameterError, TokenizerError, check_whole_number, shown
+from minserve.events import EventStream
+from minserve.kv.cache_identity import CacheIdentity
+from minserve.kv.kv_cache import KVCache, block_bytes
+from minserve.model import catalog
+from minserve.model.catalog import Progress
+from minserve.model.loader import open_model
+from minserve.model.transformer import Transformer
+from minserve.ops import load_backend
+from minserve.text.chat_template import ChatTemplate
+from minserve.text.tokenizer import Tokenizer
+
+# A context longer than this is only reserved if the user asks for it by max_model_len.
+DEFAULT_MAX_MODEL_LEN = 8192
+# Bytes of KV blocks unless the user chooses; the system gives memory only as blocks are first written.
+DEFAULT_KV_CACHE_MEMORY = 512 * 2**20
+
+
+class ServedModel:
+    """One set of weights on one backend, with its tokenizer; `LLM` describes the arguments.
+
+    Engines made here share the weights and nothing else: each has a KV cache of its own.
+    Raises ModelNotFoundError, ModelFileError, UnsupportedModelError, DownloadError, BackendError or ParameterError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        *,
+        backend: str | Path | None = None,
+        threads: int | None = None,
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        num_kv_blocks: int | None = None,
+        kv_cache_memory: int | None = None,
+        kv_cache_dtype: str = "auto",
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 512,
+        enable_prefix_caching: bool = True,
+        enable_chunked_prefill: bool = True,
+        scheduling_policy: str | SchedulingPolicy = "fcfs",
+        progress: Progress | None = None,
+    ) -> None:
+        check_whole_number("block_size", block_size, 1)
+        if max_model_len is not None:
+            check_whole_number("max_model_len", max_model_len, 1)
+        self.backend = load_backend(backend, threads)
+        path = catalog.resolve(model, progress=progress)
+        try:
+            self.model_file = open_model(path)
+        except ModelFileError as error:
+            if model not in catalog.KNOWN:
+                raise
+            raise ModelFileError(f"{error}; `minserve models pull {model}` checks it and fetches it again") from error
+        self.config = self.model_file.config
+        try:
+            self.tokenizer = Tokenizer(self.model_file.vocabulary)
+        except TokenizerError as error:
+            raise TokenizerError(f"{self.model_file.path}: {error}") from None
+        self.max_model_len = self._context(max_model_len, self.config.max_position_embeddings)
+        self.kv_cache_dtype = self.backend.kv_cache_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+        if num_kv_blocks is None:
+            num_kv_blocks = self._blocks_in(kv_cache_memory, block_size, max_num_seqs)
+        elif kv_cache_memory is not None:
+            raise ParameterError("give num_kv_blocks or kv_cache_memory, not both")
+        self.engine_config = EngineConfig(
+            max_model_len=self.max_model_len,
+            num_kv_blocks=num_kv_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            enable_chunked_prefill=enable_chunked_prefill,
+            scheduling_policy=scheduling_policy,
+        )
+        kv_cache = self._new_kv_cache(self.engine_config)  # refuses what does not fit, before the weights are loaded
+        self._transformer = Transformer(
+            self.config,
+            self.model_file.tensors,
+            self.backend,
+            self.max_model_len,
+            progress=None if progress is None else lambda done, total: progress("load", done, total),
+        )
+        types = "+".join(sorted(self._transformer.weight_types))
+        self._identity = CacheIdentity(
+            model_revision=self.model_file.revision(),
+            tokenizer=self.model_file.vocabulary.digest(),
+            quantization=f"{types} on {self.backend.name}",
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        self._template: ChatTemplate | None = None
+        # The first engine; its KV cache was made before the weights were loaded.
+        self.engine = self._engine_over(ModelRunner(self._transformer, kv_cache), self.engine_config)
+
+    def _blocks_in(self, nbytes: int | None, block_size: int, max_num_seqs: int) -> int:
+        """How many KV blocks there is room for in so many bytes (None: by default)."""
+        one = block_bytes(
+            self.config.num_hidden_layers,
+            block_size,
+            self.config.num_key_value_heads,
+            self.config.head_dim,
+            self.kv_cache_dtype,
+        )
+        if nbytes is not None:
+            check_whole_number("kv_cache_memory", nbytes, one)
+            return nbytes // one
+        check_whole_number("max_num_seqs", max_num_seqs, 1)
+        longest = -(-self.max_model_len // block_size)
+        return max(longest, min(DEFAULT_KV_CACHE_MEMORY // one, longest * max_num_seqs))
+
+    def _new_kv_cache(self, config: EngineConfig) -> KVCache:
+        model = self.config
+        return KVCache(
+            model.num_hidden_layers,
+            config.num_kv_blocks,
+            config.block_size,
+            model.num_key_value_heads,
+            model.head_dim,
+            self.kv_cache_dtype,
+        )
+
+    def new_runner(self, **overrides: Any) -> ModelRunner:
+        """This model with a KV cache of its own. overrides: fields of EngineConfig. Raises ParameterError."""
+        config = dataclasses.replace(self.engine_config, **overrides)
+        check_whole_number("max_model_len", config.max_model_len, 1, self.max_model_len)
+        return ModelRunner(self._transformer, self._new_kv_cache(config))
+
+    def new_engine(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        events: EventStream | None = None,
+        **overrides: Any,
+    ) -> LLMEngine:
+        """An engine over this model, with a KV cache of its own and this LLM's options.
+
+        overrides: fields of EngineConfig. Raises ParameterError.
+        """
+        config = dataclasses.replace(self.engine_config, **overrides)
+        return self._engine_over(self.new_runner(**overrides), config, clock=clock, events=events)
+
+    def _engine_over(self, runner: ModelRunner, config: EngineConfig, **options: Any) -> LLMEngine:
+        sampler = Sampler(self.backend)
+        return LLMEngine(runner, sampler, self.tokenizer, config, identity=self._identity, **options)
+
+    @staticmethod
+    def _context(asked: int | None, model_context: int) -> int:
+        if asked is None:
+            return min(model_context, DEFAULT_MAX_MODEL_LEN)
+        if asked > model_context:
+            given = shown(asked)
+            raise ParameterError(f"max_model_len must be from 1 to the model's context, {model_context}, not {given}")
+        return asked
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The model's own. Raises ChatTemplateError if it has none."""
+        if self._template is None:
+            self._template = ChatTemplate(
+                self.tokenizer.chat_template,
+                bos_token=self._token_text(self.tokenizer.bos_id),
+                eos_token=self._token_text(self._eos_id),
+            )
+        return self._template
+
+    @property
+    def _eos_id(self) -> int | None:
+        return next(iter(self.tokenizer.eos_ids), None)
+
+    def _token_text(self, token_id: int | None) -> str:
+        return "" if token_id is None else self.tokenizer.decode([token_id])
