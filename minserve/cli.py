@@ -12,7 +12,7 @@ import sys
 import traceback
 
 from minserve import __version__
-from minserve.commands import chat, doctor, evaluate, generate, models
+from minserve.commands import bench, chat, doctor, evaluate, generate, models, simulate
 from minserve.commands.arguments import Parser, parse
 from minserve.commands.common import FAILED, INTERRUPTED, READER_GONE, USER_ERROR
 from minserve.commands.output import is_terminal, note, prepare_streams, say
@@ -40,7 +40,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and end")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (generate, chat, models, evaluate, doctor):
+    for module in (generate, chat, bench, simulate, models, evaluate, doctor):
         module.add_parser(commands)
     return parser
 

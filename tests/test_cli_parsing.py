@@ -10,7 +10,8 @@ import minserve
 from minserve.cli import main
 from minserve.errors import ParameterError
 
-COMMANDS = ["generate", "chat", "models", "models pull", "models show", "eval", "eval perplexity", "eval kl", "doctor"]
+COMMANDS = ["generate", "chat", "models", "models pull", "models show", "eval", "eval perplexity", "eval kl", "bench"]
+COMMANDS += ["simulate", "doctor"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -38,7 +39,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 MISTAKES = [
     # arguments, what the line must say
     (["genrate"], "there is no command 'genrate' (did you mean generate?)"),
-    (["xyzzy"], "there are generate, chat, models, eval, doctor (see minserve --help)"),
+    (["xyzzy"], "there are generate, chat, bench, simulate, models, eval, doctor (see minserve --help)"),
     (["models", "pul", "smollm2"], "there is no command 'pul' (did you mean pull?); there are pull, show"),
     (["eval", "perplexty", "x"], "did you mean perplexity?"),
     (["eval"], "required: MEASURE (see minserve eval --help)"),

@@ -1,0 +1,1 @@
+"""Measuring: a load of requests, the client that sends it, and what it saw."""

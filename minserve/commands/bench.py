@@ -1,0 +1,127 @@
+"""minserve bench: a load of requests through the engine, and how long they took."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from minserve.commands.arguments import add_model_options
+from minserve.commands.calibration import add_calibration_options, run_calibration
+from minserve.commands.common import blame, load_llm
+from minserve.commands.engine_arguments import add_engine_options
+from minserve.commands.run_arguments import add_run_options
+from minserve.commands.workload_arguments import add_workload_options, workload
+
+if TYPE_CHECKING:
+    from minserve.commands.load_runs import Stand
+    from minserve.llm import LLM
+
+EXAMPLES = """\
+Examples:
+  minserve bench                                              64 short ShareGPT-like requests, all at once
+  minserve bench --baseline static                            against request-level batching
+  minserve bench --request-rate 4 --slo ttft=1,itl=100ms      arrivals as they come, and how many were served well
+  minserve bench --max-concurrency 8 --lengths alpaca -n 200  a closed loop
+  minserve bench --shared-prefix-len 512 --baseline no-prefix-cache
+  minserve bench --input-len fixed:1000 --output-len uniform:20:200 --baseline no-chunked-prefill --plot load.png
+  minserve bench --overhead                                   what a step costs besides the model
+  minserve bench --predict                                    how far a simulation of the load is from it
+  minserve bench | tail -n 1 | python -m json.tool            all figures, as JSON
+
+TTFT: from arrival to the first token. ITL: the gaps between a request's tokens, all requests together. TPOT: a
+request's mean gap. E2E: from arrival to the last token. Each run starts with an empty cache.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add `bench` to the command line."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure the engine under a load",
+        description="Put a load of requests through the engine and measure latency, throughput and KV memory. The "
+        "last line on stdout is one JSON document.",
+        epilog=EXAMPLES,
+    )
+    add_workload_options(parser, num_requests=64, scale=0.25)
+    add_run_options(parser)
+    group = parser.add_argument_group("instead of a load")
+    group.add_argument(
+        "--overhead",
+        action="store_true",
+        help="measure what a step of --max-num-seqs sequences takes outside the model, and what events cost",
+    )
+    add_calibration_options(group)
+    add_engine_options(parser)
+    add_model_options(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; 0, 1 if a request failed, 130 after Ctrl-C. Raises MinserveError, OSError."""
+    if args.overhead:
+        from minserve.commands.bench_overhead import run_overhead
+
+        return run_overhead(args)
+    if args.calibrate is not None:
+        return run_calibration(args)
+    if args.predict:
+        from minserve.commands.prediction import run_prediction
+
+        return run_prediction(args)
+    from minserve.commands.load_runs import LoadRuns
+
+    load = workload(args)  # before the model, so that a mistake is told at once
+    if args.plot is not None:
+        from minserve.bench.plot import require_matplotlib
+
+        require_matplotlib()
+    llm = load_llm(args)
+    runs = LoadRuns(lambda **changes: new_stand(llm, **changes), load, args)
+    with blame(args.backend, "it was measured"):
+        load.check(runs.new_stand().engine.config.longest_sequence)
+        warm_up(llm)
+        runs.run()
+    return runs.show(subject(llm), document("bench", llm))
+
+
+def new_stand(llm: LLM, **changes: Any) -> Stand:
+    """A fresh engine with an empty cache on the loaded model, and a wait on the real clock."""
+    from minserve.commands.load_runs import Stand
+
+    return Stand(llm.new_engine(**changes), time.sleep)
+
+
+def warm_up(llm: LLM) -> None:
+    """A few steps on an engine that is thrown away: threads start, weights and code come into memory."""
+    from minserve.bench.lengths import Lengths
+    from minserve.bench.workload import Workload
+
+    lengths = Lengths.parse("fixed:4", "input")
+    longest = llm.engine.config.longest_sequence
+    if longest < 8:
+        return
+    engine = llm.new_engine()
+    for timed in Workload(num_requests=4, input_len=lengths, output_len=lengths).requests(
+        llm.tokenizer.vocab_size, longest, special_ids=llm.tokenizer.special_ids
+    ):
+        engine.add_request(timed.request)
+    while engine.has_unfinished:
+        engine.step()
+
+
+def subject(llm: LLM) -> str:
+    """What is measured, for a heading."""
+    return f"{llm.model_file.name} on {llm.backend.name}"
+
+
+def document(command: str, llm: LLM) -> dict[str, Any]:
+    """What is measured, for JSON: the model and every option that the figures depend on."""
+    return {
+        "command": command,
+        "model": llm.model_file.name,
+        "backend": llm.backend.name,
+        "threads": getattr(llm.backend, "threads", None),
+        "engine": asdict(llm.engine.config),
+    }

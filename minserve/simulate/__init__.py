@@ -1,0 +1,1 @@
+"""The same engine on a virtual clock: a cost model says what each step would take."""

@@ -1,0 +1,73 @@
+"""simulated_engine: the serving engine itself, with nothing behind it but a cost model and a clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minserve.engine.engine_config import EngineConfig
+from minserve.engine.llm_engine import LLMEngine
+from minserve.engine.served_model import DEFAULT_KV_CACHE_MEMORY, DEFAULT_MAX_MODEL_LEN
+from minserve.errors import ParameterError, check_whole_number
+from minserve.events import EventStream
+from minserve.simulate.cost_model import CostModel
+from minserve.simulate.simulated_runner import SimulatedRunner, SimulatedSampler
+from minserve.simulate.stand_in_tokenizer import StandInTokenizer
+from minserve.simulate.virtual_clock import VirtualClock
+
+# Of the model behind a cost model whose source does not say: SmolLM2-135M's, with float16 keys and values.
+_MODEL = {"vocab_size": 49_152, "max_position_embeddings": 8192, "kv_bytes_per_token": 23_040}
+
+
+def simulated_engine(
+    cost_model: CostModel, config: EngineConfig, *, events: EventStream | None = None
+) -> tuple[LLMEngine, VirtualClock]:
+    """An engine whose steps take no time but the clock's, and the clock.
+
+    Its scheduler, block manager and prefix cache are the real ones. Prompts must be token ids below the measured
+    model's vocabulary, and requests must set detokenize to False; every answer grows to its max_tokens.
+    """
+    clock = VirtualClock()
+    tokenizer: Any = StandInTokenizer(_of_source(cost_model, "vocab_size"))
+    runner = SimulatedRunner(cost_model, clock, config.token_budget)
+    engine = LLMEngine(runner, SimulatedSampler(0), tokenizer, config, clock=clock, events=events)
+    return engine, clock
+
+
+def simulated_config(
+    cost_model: CostModel,
+    *,
+    max_model_len: int | None = None,
+    num_kv_blocks: int | None = None,
+    kv_cache_memory: int | None = None,
+    block_size: int = 16,
+    max_num_seqs: int = 32,
+    **options: Any,
+) -> EngineConfig:
+    """An EngineConfig with the defaults that LLM has for the measured model. Raises ParameterError.
+
+    options: the other fields of EngineConfig.
+    """
+    context = _of_source(cost_model, "max_position_embeddings")
+    if max_model_len is None:
+        max_model_len = min(context, DEFAULT_MAX_MODEL_LEN)
+    check_whole_number("max_model_len", max_model_len, 1, context)
+    check_whole_number("block_size", block_size, 1)
+    if num_kv_blocks is None:
+        check_whole_number("max_num_seqs", max_num_seqs, 1)
+        one, longest = _of_source(cost_model, "kv_bytes_per_token") * block_size, -(-max_model_len // block_size)
+        if kv_cache_memory is None:
+            num_kv_blocks = max(longest, min(DEFAULT_KV_CACHE_MEMORY // one, longest * max_num_seqs))
+        else:
+            check_whole_number("kv_cache_memory", kv_cache_memory, one)
+            num_kv_blocks = kv_cache_memory // one
+    return EngineConfig(max_model_len, num_kv_blocks, block_size, max_num_seqs, **options)
+
+
+def _of_source(cost_model: CostModel, name: str) -> int:
+    """A whole number about the measured model. Raises ParameterError if the source says something else."""
+    value = cost_model.source.get(name, _MODEL[name])
+    try:
+        check_whole_number(name, value, 1, 2**31 - 1)
+    except ParameterError as error:
+        raise ParameterError(f"the cost model's source: {error}") from None
+    return int(value)
