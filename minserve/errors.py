@@ -71,6 +71,13 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+def as_exception(error: BaseException) -> Exception:
+    """The error itself, or one that says the same where a user's code raised what would end a thread or a process."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(in_words(error)).with_traceback(error.__traceback__)
+
+
 def shown(value: object) -> str:
     """A value that a caller gave, for a message: short however large it is."""
     try:

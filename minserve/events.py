@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-from minserve.errors import ParameterError, did_you_mean
+from minserve.errors import ParameterError, did_you_mean, shown
 
 # kind -> class; filled as the classes below (and those of later stations) are defined
 KINDS: dict[str, type[Event]] = {}
@@ -83,7 +83,10 @@ class Scheduled(Event, kind="scheduled"):
 
 @dataclass(frozen=True)
 class BlockAllocated(Event, kind="block_allocated"):
-    """A sequence got these KV blocks for itself. copied_from: whose content each one starts with (copy-on-write)."""
+    """A sequence got these KV blocks for itself.
+
+    copied_from: the first len(copied_from) of `blocks` begin as copies of these (copy-on-write).
+    """
 
     request_id: str
     index: int
@@ -193,13 +196,19 @@ class EventStream:
         self.step = 0
         self._listeners: dict[type[Event], list[Listener]] = {}
 
-    def subscribe(self, listener: Listener, kinds: Iterable[type[Event]] | None = None) -> Callable[[], None]:
+    def subscribe(
+        self, listener: Listener, kinds: type[Event] | Iterable[type[Event]] | None = None
+    ) -> Callable[[], None]:
         """Call listener(event) for each event of these kinds (None: all); returns a function that ends it.
 
         Listeners run inside the engine's step, in the order in which they subscribed; what one raises goes
-        to whoever called step().
+        to whoever called step(). Raises ParameterError for what is no kind of event.
         """
-        wanted = list(KINDS.values()) if kinds is None else list(kinds)
+        kinds = KINDS.values() if kinds is None else [kinds] if isinstance(kinds, type) else kinds
+        wanted = list(kinds)
+        for kind in wanted:
+            if not (isinstance(kind, type) and issubclass(kind, Event)):
+                raise ParameterError(f"kinds are classes of events, such as events.Finished, not {shown(kind)}")
         for kind in wanted:
             self._listeners.setdefault(kind, []).append(listener)
 
@@ -238,12 +247,12 @@ def to_json(event: Event) -> str:
     return json.dumps({"kind": event.kind, **dataclasses.asdict(event)}, separators=(",", ":"))
 
 
-def from_json(line: str) -> Event:
+def from_json(line: str | bytes) -> Event:
     """The event that a line of JSON describes. Raises ParameterError if it describes none."""
     try:
         fields = json.loads(line)
         kind = fields.pop("kind")
-    except (ValueError, AttributeError, KeyError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ParameterError(f"not an event: {line.strip()[:100]!r}") from error
     if not isinstance(kind, str) or kind not in KINDS:
         raise ParameterError(f"there is no event kind {kind!r}{did_you_mean(str(kind), KINDS)}")
@@ -279,7 +288,7 @@ class EventWriter:
 
 def read_events(path: str | Path) -> Iterator[Event]:
     """The events of a file of JSON lines, one after another. Raises ParameterError with the line's number, OSError."""
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:  # a line that is not UTF-8 is then an error of that line
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:

@@ -30,7 +30,7 @@ class LLM(ServedModel):
         room for 512 MiB of them, for one sequence of max_model_len at least.
     kv_cache_dtype: "float32", "float16", "int8" or "auto" (the backend's choice: float32 in NumPy, float16 in C).
     max_num_seqs, max_num_batched_tokens, enable_prefix_caching, enable_chunked_prefill, scheduling_policy: see
-        engine.EngineConfig.
+        minserve.engine.engine_config.EngineConfig.
     progress: called as (stage, done, total) while a model is fetched and loaded.
 
     Several threads may use one LLM. Ctrl-C ends the requests of the call that it comes in.
@@ -92,6 +92,8 @@ class LLM(ServedModel):
         A step may add no text: it may be a piece of a long prompt, or half a character.
         Closing the iterator early aborts the request and frees its blocks.
         """
+        if isinstance(prompt, (list, tuple)) and any(isinstance(item, str) for item in prompt):
+            raise ParameterError("stream takes one prompt; give a list of them to generate")
         (request,) = self._requests(self._request, [prompt], self._one(sampling_params), priority, cache_salt)
         return self._stream(request)
 
@@ -152,6 +154,8 @@ class LLM(ServedModel):
                 self.engine.check_length(self.tokenizer.fewest_tokens(prompt), counted=False)
             ids = self.tokenizer.encode(prompt, add_bos=self.tokenizer.add_bos)
             return Request(self.engine.new_request_id(), ids, params, prompt=prompt)
+        if isinstance(prompt, Mapping):
+            raise ParameterError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
         return Request(self.engine.new_request_id(), self.tokenizer.check_ids(prompt), params)
 
     def _chat_request(self, messages: Sequence[Message], params: SamplingParams) -> Request:

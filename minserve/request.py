@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from minserve.errors import ParameterError, shown
 from minserve.sampling_params import SamplingParams
 
 
@@ -68,10 +69,21 @@ class Request:
     run_step: int | None = None
     model: str | None = None
     adapter: str | None = None
-    # What else tells its KV blocks from another request's with the same tokens (kv/prefix_cache.py lists all).
+    # What else tells its KV blocks from another request's with the same tokens (kv/cache_identity.py lists all).
     cache_salt: str | None = None
     template: str | None = None  # which chat template made the tokens; None: they are plain text's
     system_policy: str | None = None  # which system text or rules the gateway put in front
+
+    def check(self) -> None:
+        """Raise ParameterError if no engine could tell it from others, or put it in order with them."""
+        for name in ("request_id", "tenant", "tier"):
+            if not isinstance(getattr(self, name), str):
+                raise ParameterError(f"a request's {name} must be text, not {shown(getattr(self, name))}")
+        for name in ("model", "adapter", "cache_salt", "template", "system_policy"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise ParameterError(f"a request's {name} must be text or None, not {shown(getattr(self, name))}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise ParameterError(f"priority must be a whole number, not {shown(self.priority)}")
 
 
 class RequestIds:

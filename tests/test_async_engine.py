@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Awaitable, Callable
 
@@ -148,6 +149,37 @@ def test_a_request_that_fails_fails_alone() -> None:
         assert "no such kernel" in str(outputs[1].outputs[0].error)
 
     served(test, engine(script))
+
+
+def test_what_is_no_request_and_what_is_no_engine_is_told_so() -> None:
+    async def test(async_engine: AsyncLLMEngine) -> None:
+        with pytest.raises(ParameterError, match="takes a Request"):
+            await last(async_engine, "hello")  # type: ignore[arg-type]
+
+    served(test, engine(saying("hello")))
+    with pytest.raises(ParameterError, match=r"llm.new_engine\(\)"):
+        AsyncLLMEngine(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads: it is what is tested
+def test_a_forked_child_is_told_that_its_engine_has_no_thread() -> None:
+    """Elsewhere it waited for ever: threads do not come along into a child."""
+
+    async def test(async_engine: AsyncLLMEngine) -> None:
+        await last(async_engine, request("hi"))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                async_engine._enter(request("hi"), None)  # type: ignore[arg-type]
+            except EngineDeadError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    served(test, engine(saying("hello")))
 
 
 def test_when_the_engine_itself_fails_nobody_waits_for_ever() -> None:

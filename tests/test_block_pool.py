@@ -205,7 +205,7 @@ class Pool(RuleBasedStateMachine):
         assert (pool.num_used, pool.num_cached) == (len(self.owners), len(self.cached))
         assert pool.num_free + pool.num_cached + pool.num_used == pool.num_blocks
         assert pool.num_available == pool.num_free + pool.num_cached
-        assert pool.ref_counts == [self.owners.get(block, 0) for block in range(7)]
+        assert list(pool.ref_counts) == [self.owners.get(block, 0) for block in range(7)]
 
 
 TestPool = Pool.TestCase

@@ -129,6 +129,8 @@ FAULTS = [
     (KeyError("x"), "KeyError"),
     (MemoryError(), "MemoryError"),
     (SpeechlessError(), "SpeechlessError"),
+    (SystemExit(3), "SystemExit: 3"),  # a student's exit() in an operation
+    (GeneratorExit(), "GeneratorExit"),
 ]
 
 

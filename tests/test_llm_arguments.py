@@ -25,7 +25,7 @@ def llm(path: Path) -> LLM:
     return LLM(path, backend="numpy")
 
 
-SIZES = ("block_size", "num_kv_blocks", "max_model_len", "max_num_batched_tokens")
+SIZES = ("block_size", "num_kv_blocks", "kv_cache_memory", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -109,3 +109,11 @@ def test_a_huge_prompt_is_refused_without_encoding_it(llm: LLM) -> None:
     assert time.perf_counter() - started < 2
     with pytest.raises(ParameterError, match=r"the prompt has 300 tokens"):  # near the limit they are counted
         llm.generate("z" * 300)
+
+
+def test_prompts_of_other_engines_are_told_apart(llm: LLM) -> None:
+    """A dictionary or a list of texts in the wrong place was called a bad token id."""
+    with pytest.raises(ParameterError, match="a prompt must be text or a list of token ids, not dict"):
+        llm.generate([{"prompt": "x"}])  # type: ignore[list-item]
+    with pytest.raises(ParameterError, match="stream takes one prompt"):
+        llm.stream(["a", "b"])  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from minserve import LLM, Request, SamplingParams
 from minserve.engine.llm_engine import LLMEngine
+from minserve.errors import ParameterError
 from minserve.events import BlockAllocated, BlockShared
 from minserve.kv.cache_identity import CacheIdentity
 from minserve.kv.prefix_cache import PrefixCache
@@ -186,3 +187,11 @@ def test_a_request_is_one_whose_fields_are_read() -> None:
     own = CacheIdentity(**{name: f"our {name}" for name in OF_THE_ENGINE})
     identity = own.of(Request("r", [1], SamplingParams(), **about))  # type: ignore[arg-type]
     assert identity == replace(own, **about)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", ["tenant", "cache_salt", "adapter", "model", "template", "system_policy"])
+def test_what_is_no_text_is_refused(field: str) -> None:
+    """Tenant 1 and tenant "1" were one, since a number was written as its text."""
+    eng = engine(saying("x"))
+    with pytest.raises(ParameterError, match=field):
+        eng.add_request(request("hi", fields={field: 1}))

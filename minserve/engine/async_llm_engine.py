@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator
 from types import TracebackType
 
 from minserve.engine.llm_engine import LLMEngine
-from minserve.errors import EngineDeadError, ParameterError, in_words
+from minserve.errors import EngineDeadError, ParameterError, in_words, shown
 from minserve.request import Request, RequestOutput
 
 
@@ -29,9 +30,14 @@ class AsyncLLMEngine:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
+        if not isinstance(engine, LLMEngine):
+            raise ParameterError(f"AsyncLLMEngine serves an LLMEngine, such as llm.new_engine(), not {shown(engine)}")
         self.engine = engine
+        self._process = os.getpid()
         self._streams: dict[str, _Stream] = {}
-        self._inbox: deque[Request | str] = deque()  # before its next step, the thread adds requests and aborts ids
+        # Before its next step, the thread adds requests, and aborts those whose consumers have left.
+        self._inbox: deque[tuple[Request, _Stream] | str] = deque()
+        self._served: dict[str, _Stream] = {}  # the thread's own: whose requests are in the engine
         self._changed = threading.Condition()  # guards all of these; told when there may be work
         self._closed = False
         self._error: BaseException | None = None  # what the thread died of
@@ -46,6 +52,8 @@ class AsyncLLMEngine:
         Raises as LLMEngine.check does before anything is yielded, ParameterError for a request id that is in use, and
         EngineDeadError if the engine was closed or has failed.
         """
+        if not isinstance(request, Request):
+            raise ParameterError(f"generate takes a Request, not {shown(request)}")
         self.engine.check(request)
         if request.arrival_time is None:
             request.arrival_time = self.engine.clock()
@@ -61,10 +69,12 @@ class AsyncLLMEngine:
         with self._changed:
             if self._closed:
                 raise self._dead()
+            if self._process != os.getpid():
+                raise EngineDeadError("the engine's thread stayed behind in the process that forked this one")
             if request.request_id in self._streams:
                 raise ParameterError(f"request id {request.request_id!r} is in use; each request needs its own")
             self._streams[request.request_id] = stream
-            self._inbox.append(request)
+            self._inbox.append((request, stream))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="minserve-engine", daemon=True)
                 self._thread.start()
@@ -72,6 +82,8 @@ class AsyncLLMEngine:
 
     def _leave(self, request_id: str, stream: _Stream) -> None:
         with self._changed:
+            if self._streams.get(request_id) is not stream:  # its event loop was closed, and it was let go of
+                return
             del self._streams[request_id]
             if not stream.ended:
                 self._inbox.append(request_id)
@@ -89,7 +101,7 @@ class AsyncLLMEngine:
         try:
             while self._take_in():
                 for output in self.engine.step():
-                    self._publish(output.request_id, _snapshot(output))
+                    self._publish(output)
         except BaseException as error:  # a fault of the engine itself: nobody must wait for it any longer
             self._error = error
         finally:
@@ -104,19 +116,30 @@ class AsyncLLMEngine:
             self._inbox.clear()
         for item in inbox:
             if isinstance(item, str):
+                self._served.pop(item, None)
                 self.engine.abort(item)
                 continue
+            request, stream = item
             try:
-                self.engine.add_request(item)
+                self.engine.add_request(request)
+                self._served[request.request_id] = stream
             except Exception as error:  # no memory left for it, say
-                self._publish(item.request_id, error)
+                stream.put(error)
         return not self._closed
 
-    def _publish(self, request_id: str, news: RequestOutput | Exception) -> None:
-        with self._changed:
-            stream = self._streams.get(request_id)
-        if stream is not None:
-            stream.put(news)
+    def _publish(self, output: RequestOutput) -> None:
+        """Tell the consumer of this very request: the next one of its id may wait already, if its own has left."""
+        request_id = output.request_id
+        stream = self._served.get(request_id)
+        if stream is None:
+            return
+        if output.finished:
+            del self._served[request_id]
+        if not stream.put(_snapshot(output)):  # nobody is there, and nobody will leave
+            with self._changed:
+                self._streams.pop(request_id, None)
+            self._served.pop(request_id, None)
+            self.engine.abort(request_id)
 
     def _stop(self) -> None:
         """Nobody is served any more: free what is unfinished, and tell its consumers."""
@@ -156,14 +179,17 @@ class _Stream:
         self._last = False  # is there nothing to come after the latest?
         self.ended = False  # has the consumer seen the last?
 
-    def put(self, news: RequestOutput | Exception) -> None:
-        """Called in the engine's thread. What comes after the last is dropped."""
+    def put(self, news: RequestOutput | Exception) -> bool:
+        """Called in the engine's thread. What comes after the last is dropped. False: the event loop is closed."""
         if self._last:
-            return
+            return True
         self._last = isinstance(news, Exception) or news.finished
         self._latest = news
-        with contextlib.suppress(RuntimeError):  # the consumer's event loop is closed: nobody is there to be told
+        try:
             self._loop.call_soon_threadsafe(self._bell.set)
+        except RuntimeError:
+            return False
+        return True
 
     async def next(self) -> RequestOutput:
         """Called in the coroutine: the latest state, once there is one that it has not seen. Raises what was put."""

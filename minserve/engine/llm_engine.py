@@ -18,7 +18,7 @@ from minserve.engine.sampler import SampledToken
 from minserve.engine.scheduled_batch import ScheduledBatch
 from minserve.engine.scheduler import Scheduler
 from minserve.engine.step_report import StepReport
-from minserve.errors import NonFiniteLogitsError, ParameterError
+from minserve.errors import MinserveError, NonFiniteLogitsError, ParameterError
 from minserve.events import Arrived, EventStream, Finished, Token
 from minserve.kv.block_manager import BlockManager
 from minserve.kv.cache_identity import CacheIdentity
@@ -73,6 +73,7 @@ class LLMEngine:
     def check(self, request: Request) -> None:
         """Raise ParameterError or TokenizerError if this request could never be served."""
         ids = request.prompt_token_ids
+        request.check()
         if not len(ids):
             raise ParameterError("the prompt is empty: there is no token to start from")
         self.tokenizer.check_ids(ids)
@@ -235,7 +236,8 @@ class LLMEngine:
             self.events.emit(Token, state.request.request_id, answer.seq.index, result.token_id, logprob)
         if answer.completion.finish_reason is not None:
             self._leave(state, answer)
-            if not state.num_unstarted and all(each.completion.finished for each in state.answers):
+            state.num_unfinished -= 1
+            if not state.num_unfinished:
                 self._close(state)
 
     def _fail(self, state: RequestState, error: Exception, outputs: dict[str, RequestOutput] | None = None) -> None:
@@ -281,20 +283,28 @@ class LLMEngine:
         unused_id: raises ParameterError, and nothing changes, if a request has this id.
         """
         with self._lock:
+            if self._busy:  # the lock is ours, so it is we who are in the middle of a change
+                raise MinserveError(
+                    "a listener or a logits processor that runs inside a step can abort requests, but not add any and "
+                    "not step; do that between two steps"
+                )
             if unused_id in self._requests:
                 raise ParameterError(f"request id {unused_id!r} is in use; each request needs its own")
             if self._broken:
                 self._recover()
             self._broken = True
             try:
-                self._busy = True
-                yield
-                while self._to_abort:
-                    state = self._requests.get(self._to_abort.pop())
-                    if state is not None:
-                        self._end(state, FinishReason.ABORT)
-                self._broken = False
-            finally:
+                try:
+                    self._busy = True
+                    yield
+                    while self._to_abort:
+                        state = self._requests.get(self._to_abort.pop())
+                        if state is not None:
+                            self._end(state, FinishReason.ABORT)
+                    self._broken = False
+                finally:
+                    self._busy = False
+            finally:  # once more, for an interrupt just before that line
                 self._busy = False
 
     def _recover(self) -> None:
@@ -308,8 +318,13 @@ class LLMEngine:
             waiting = [answer.seq for answer in state.answers if not answer.completion.finished]
             for answer in state.answers:
                 answer.seq.status = SequenceStatus.FINISHED
-            for seq in waiting:
-                seq.status = SequenceStatus.WAITING
-                self.scheduler.add(seq)
+            state.num_unfinished = state.num_unstarted + len(waiting)
+            try:
+                for seq in waiting:
+                    self.scheduler.add(seq)
+                    seq.status = SequenceStatus.WAITING
+            except Exception as error:  # the scheduling policy may be a user's code
+                self._fail(state, error)
+                continue
             if state is touched or not waiting:
                 self._end(state, FinishReason.ABORT)

@@ -58,6 +58,7 @@ class RequestState:
         )
         self.answers: list[Answer] = []  # the started ones, in order
         self.num_unstarted = params.n  # answers that have no sequence yet
+        self.num_unfinished = params.n  # answers that have not ended; LLMEngine counts
         self.start_answer()
 
     def _empty_completion(self, index: int) -> CompletionOutput:

@@ -11,7 +11,7 @@ import numpy as np
 from minserve.engine.interfaces import Runner, TokenSampler
 from minserve.engine.sampler import SampledToken, SamplingRow
 from minserve.engine.scheduled_batch import ScheduledBatch, ScheduledSequence
-from minserve.errors import MinserveError, ParameterError, in_words
+from minserve.errors import MinserveError, ParameterError, as_exception, in_words
 from minserve.request import Sequence, SequenceStatus
 
 
@@ -27,8 +27,10 @@ def run_isolated(runner: Runner, batch: ScheduledBatch, fail: Callable[[Sequence
         return none
     try:
         return _run(runner, batch.items)
-    except Exception as error:
-        together = error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a student's operation may raise anything, SystemExit too
+        together = as_exception(error)
     logits: dict[ScheduledSequence, np.ndarray] = {}
     for item in batch.items:
         if item.seq.status is not SequenceStatus.RUNNING:  # another answer of its request has failed
@@ -37,8 +39,10 @@ def run_isolated(runner: Runner, batch: ScheduledBatch, fail: Callable[[Sequence
             if len(batch.items) == 1:
                 raise together
             logits[item] = _run(runner, [item])
-        except Exception as error:
-            fail(item.seq, error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            fail(item.seq, as_exception(error))
     batch.items = [item for item in logits if item.seq.status is SequenceStatus.RUNNING]
     return np.concatenate([logits[item] for item in batch.items] or [none])
 
@@ -47,9 +51,11 @@ def sample_isolated(sampler: TokenSampler, logits: np.ndarray, rows: Seq[Samplin
     """A token for each row of logits (R, V), or what went wrong with it; as above if the sampler itself raises."""
     try:
         return sampler.sample(logits, rows)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if len(rows) == 1:
-            return [error]
+            return [as_exception(error)]
     return [sample_isolated(sampler, logits[r : r + 1], [row])[0] for r, row in enumerate(rows)]
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minserve.engine.sampling_row import SamplingRow, settings_of
-from minserve.errors import NonFiniteLogitsError, ParameterError, shown
+from minserve.errors import NonFiniteLogitsError, ParameterError, as_exception, shown
 from minserve.ops import Backend
 from minserve.ops.sampling import RowStatus, all_finite, log_softmax
 
@@ -96,8 +96,10 @@ def _processed(logits: np.ndarray, rows: Sequence[SamplingRow]) -> tuple[np.ndar
             for processor in rows[r].params.logits_processors or ():
                 output_ids = rows[r].token_ids[rows[r].num_prompt_tokens :].tolist()
                 processed[r] = _checked(processor(output_ids, processed[r].copy()), vocab_size, processor)
-        except Exception as error:  # the processor is a user's code
-            errors[r] = error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the processor is a user's code, and may raise SystemExit too
+            errors[r] = as_exception(error)
     return processed, errors
 
 

@@ -54,8 +54,14 @@ class Scheduler:
         self.num_waiting = 0
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence that owns no blocks."""
-        heapq.heappush(self._waiting, (self.key(seq), next(self._added), seq))
+        """Queue a sequence that owns no blocks. Raises what the policy's key raises, or comparing it."""
+        entry = (self.key(seq), next(self._added), seq)
+        try:
+            heapq.heappush(self._waiting, entry)
+        except Exception:
+            self._waiting.remove(entry)
+            heapq.heapify(self._waiting)
+            raise
         self.num_waiting += 1
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:

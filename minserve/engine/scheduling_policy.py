@@ -51,6 +51,8 @@ def scheduling_policy(policy: str | SchedulingPolicy) -> SchedulingPolicy:
                 f"there is no scheduling_policy {shown(policy)}{did_you_mean(policy, POLICIES)}; there are {names}"
             )
         return POLICIES[policy]()
+    if isinstance(policy, type):
+        raise ParameterError(f"a scheduling_policy is an object: give {policy.__name__}(), not the class")
     if not callable(getattr(policy, "key", None)):
         raise ParameterError(f"a scheduling_policy is a name or an object with key(seq), not {shown(policy)}")
     return policy

@@ -16,7 +16,7 @@ from minserve.engine.scheduling_policy import SchedulingPolicy
 from minserve.errors import ModelFileError, ParameterError, TokenizerError, check_whole_number, shown
 from minserve.events import EventStream
 from minserve.kv.cache_identity import CacheIdentity
-from minserve.kv.kv_cache import KVCache, block_bytes
+from minserve.kv.kv_cache import KV_CACHE_DTYPES, KVCache, block_bytes
 from minserve.model import catalog
 from minserve.model.catalog import Progress
 from minserve.model.loader import open_model
@@ -73,6 +73,9 @@ class ServedModel:
         except TokenizerError as error:
             raise TokenizerError(f"{self.model_file.path}: {error}") from None
         self.max_model_len = self._context(max_model_len, self.config.max_position_embeddings)
+        if kv_cache_dtype not in ("auto", *KV_CACHE_DTYPES):
+            names = ", ".join(("auto", *KV_CACHE_DTYPES))
+            raise ParameterError(f"kv_cache_dtype must be one of {names}, not {shown(kv_cache_dtype)}")
         self.kv_cache_dtype = self.backend.kv_cache_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         if num_kv_blocks is None:
             num_kv_blocks = self._blocks_in(kv_cache_memory, block_size, max_num_seqs)
@@ -117,7 +120,9 @@ class ServedModel:
             self.kv_cache_dtype,
         )
         if nbytes is not None:
-            check_whole_number("kv_cache_memory", nbytes, one)
+            check_whole_number("kv_cache_memory", nbytes, 1)
+            if nbytes < one:
+                raise ParameterError(f"kv_cache_memory of {nbytes} bytes holds no KV block: one takes {one}")
             return nbytes // one
         check_whole_number("max_num_seqs", max_num_seqs, 1)
         longest = -(-self.max_model_len // block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -15,8 +16,9 @@ class BlockPool:
         cached  nobody owns it, but its content is worth keeping: it can be shared again, or be evicted
         free    nobody owns it, and nobody needs what it holds
 
-    free + cached + used == num_blocks at all times, and every call is O(1) a block. What was free longest is given
-    out first; when nothing is free, what was cached longest ago (least recently used) is evicted.
+    free + cached + used == num_blocks at all times, and every call is O(1) a block. Of the free ones, those that were
+    used before are given out first, so that memory is touched late; when nothing is free, what was cached longest ago
+    (least recently used) is evicted.
     on_evict(blocks): called when cached blocks lose their content, before they are given out.
     """
 
@@ -28,15 +30,16 @@ class BlockPool:
 
     def clear(self) -> None:
         """Make every block free, whatever was the case before; nothing is evicted by name."""
-        self.ref_counts = [0] * self.num_blocks
-        self._kept = [False] * self.num_blocks  # is the content worth keeping when nobody owns the block?
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))  # an ordered set
+        self.ref_counts = array("i", bytes(4 * self.num_blocks))
+        self._kept = bytearray(self.num_blocks)  # 1: the content is worth keeping when nobody owns the block
+        self._num_touched = 0  # blocks from this one on were never given out; they are free
+        self._free: OrderedDict[int, None] = OrderedDict()  # the other free ones; an ordered set
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         """Blocks that hold nothing of use."""
-        return len(self._free)
+        return len(self._free) + self.num_blocks - self._num_touched
 
     @property
     def num_cached(self) -> int:
@@ -46,12 +49,12 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks that somebody owns."""
-        return self.num_blocks - len(self._free) - len(self._cached)
+        return self._num_touched - len(self._free) - len(self._cached)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can give: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
+        return self.num_free + len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, with a reference count of 1 each.
@@ -60,12 +63,14 @@ class BlockPool:
         """
         if count > self.num_available:
             raise OutOfBlocksError(f"needs {count} KV blocks, {self.num_available} of {self.num_blocks} are free")
-        free, cached = self._free, self._cached
-        blocks = [free.popitem(last=False)[0] for _ in range(min(count, len(free)))]
+        blocks = [self._free.popitem(last=False)[0] for _ in range(min(count, len(self._free)))]
+        fresh = min(count - len(blocks), self.num_blocks - self._num_touched)
+        blocks += range(self._num_touched, self._num_touched + fresh)
+        self._num_touched += fresh
         if len(blocks) < count:
-            evicted = [cached.popitem(last=False)[0] for _ in range(count - len(blocks))]
+            evicted = [self._cached.popitem(last=False)[0] for _ in range(count - len(blocks))]
             for block in evicted:
-                self._kept[block] = False
+                self._kept[block] = 0
             if self._on_evict is not None:
                 self._on_evict(evicted)
             blocks += evicted
@@ -77,7 +82,7 @@ class BlockPool:
         """Own these blocks too, used or cached ones. Raises ParameterError, and shares none, for a free one."""
         blocks = list(blocks)
         for block in blocks:
-            if not 0 <= block < self.num_blocks or block in self._free:
+            if not 0 <= block < self._num_touched or block in self._free:
                 raise ParameterError(f"cannot share KV block {block}: nobody owns it and it is not cached")
         for block in blocks:
             if self.ref_counts[block] == 0:
@@ -103,12 +108,12 @@ class BlockPool:
         """When its last owner gives this block up, cache it. Raises ParameterError if nobody owns it now."""
         if not 0 <= block < self.num_blocks or self.ref_counts[block] == 0:
             raise ParameterError(f"cannot keep KV block {block}: nobody owns it")
-        self._kept[block] = True
+        self._kept[block] = 1
 
     def forget(self, block: int) -> None:
         """This block's content is not worth keeping (any more); if it is cached it becomes free."""
         if self._kept[block]:
-            self._kept[block] = False
+            self._kept[block] = 0
             if self.ref_counts[block] == 0:
                 del self._cached[block]
                 self._free[block] = None

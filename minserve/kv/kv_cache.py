@@ -44,12 +44,7 @@ class KVCache:
         self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str
     ) -> None:
         _check_dtype(dtype)
-        check_whole_number("block_size", block_size, 1)
-        check_whole_number("num_kv_blocks", num_blocks, 1)
-        if num_blocks * block_size > _MOST_SLOTS:
-            raise ParameterError(
-                f"num_kv_blocks * block_size must be at most {_MOST_SLOTS}, not {shown(num_blocks * block_size)}"
-            )
+        check_slots(num_blocks, block_size)
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -97,6 +92,16 @@ class KVCache:
                 yield layer.scale
             else:
                 yield layer
+
+
+def check_slots(num_blocks: int, block_size: int) -> None:
+    """Raise ParameterError if no cache can have that many blocks of that size."""
+    check_whole_number("block_size", block_size, 1)
+    check_whole_number("num_kv_blocks", num_blocks, 1)
+    if num_blocks * block_size > _MOST_SLOTS:
+        raise ParameterError(
+            f"num_kv_blocks * block_size must be at most {_MOST_SLOTS}, not {shown(num_blocks * block_size)}"
+        )
 
 
 def _check_dtype(dtype: str) -> None:

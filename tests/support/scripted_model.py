@@ -117,7 +117,7 @@ def check_blocks(eng: LLMEngine) -> None:
     for seq in eng.scheduler.running:
         for block in seq.block_table:
             owners[block] += 1
-    assert owners == pool.ref_counts
+    assert owners == list(pool.ref_counts)
 
 
 def run_to_the_end(eng: LLMEngine, most_steps: int = 10_000) -> None:
