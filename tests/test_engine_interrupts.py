@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from minserve.engine import answer, llm_engine, output_text, request_state, scheduler, step_report
+from minserve.engine import (
+    answer,
+    changes,
+    llm_engine,
+    output_processor,
+    output_text,
+    request_state,
+    scheduler,
+    step_report,
+)
 from minserve.engine.llm_engine import LLMEngine
 from minserve.kv import block_manager, block_pool, prefix_cache
 from minserve.request import RequestOutput
 
 from .support.scripted_model import check_blocks, engine, request, saying, serve
 
-MODULES = (
-    answer,
-    llm_engine,
-    output_text,
-    request_state,
-    scheduler,
-    step_report,
-    block_manager,
-    block_pool,
-    prefix_cache,
-)
+MODULES = [answer, changes, llm_engine, output_processor, output_text, request_state, scheduler, step_report]
+MODULES += [block_manager, block_pool, prefix_cache]
 WATCHED = {module.__file__ for module in MODULES}
 
 

@@ -20,13 +20,17 @@ class StepReport:
             events.emit(StepStarted, len(scheduler.running), scheduler.num_waiting)
         self._wanted = events.wants(StepFinished)
         self.wants_tokens = events.wants(Token)
-        self._num_decodes = 0
+        self._num_decodes = self._used_blocks = self._kv_tokens = 0
         self._started = self._scheduled = self._forwarded = self.now = clock()
 
     def scheduled(self, batch: ScheduledBatch) -> None:
         """The scheduler has decided."""
         if self._wanted:
+            blocks = self._scheduler.blocks
             self._num_decodes = sum(1 for item in batch.items if _is_decode(item))
+            self._used_blocks = blocks.pool.num_used
+            new_tokens = sum(item.num_tokens for item in batch.items)
+            self._kv_tokens = blocks.held_tokens(self._scheduler.running) + new_tokens
         if self._events.wants(Scheduled):
             for item in batch.items:
                 seq, first = item.seq, item.seq.num_computed_tokens
@@ -67,6 +71,8 @@ class StepReport:
             pool.num_cached,
             pool.num_used,
             scheduler.blocks.held_tokens(scheduler.running),
+            self._used_blocks,
+            self._kv_tokens,
             self._scheduled - self._started,
             self._forwarded - self._scheduled,
             self.now - self._forwarded,

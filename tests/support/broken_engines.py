@@ -279,7 +279,7 @@ def answers_share_one_draw(eng: LLMEngine) -> None:
 
     def make(real: Callable) -> Callable:
         def fork(parent: Sequence, child: Sequence) -> bool:
-            for answer in eng._requests[child.request.request_id].answers:
+            for answer in eng.outputs.requests[child.request.request_id].answers:
                 answer.row.index = 0
             return real(parent, child)
 
