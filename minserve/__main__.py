@@ -2,7 +2,11 @@
 
 import sys
 
-from minserve.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from minserve.cli import main
+
+        code = main()
+    except KeyboardInterrupt:  # before `main` could look after it
+        code = 130
+    sys.exit(code)

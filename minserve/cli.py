@@ -6,17 +6,17 @@ Exit codes: 0 done; 1 an answer failed, or doctor found something broken; 2 the 
 
 from __future__ import annotations
 
-import contextlib
+# Only what costs nothing: Ctrl-C during these imports is a traceback. All the others are inside `main`'s try.
 import os
 import sys
-import traceback
+from typing import TYPE_CHECKING
 
-from minserve import __version__
-from minserve.commands import bench, chat, doctor, evaluate, generate, models, simulate
-from minserve.commands.arguments import Parser, parse
-from minserve.commands.common import FAILED, INTERRUPTED, READER_GONE, USER_ERROR
-from minserve.commands.output import is_terminal, note, prepare_streams, say
-from minserve.errors import MinserveError, in_words
+from minserve.commands.exit_codes import FAILED, INTERRUPTED, READER_GONE, USER_ERROR
+
+if TYPE_CHECKING:
+    import argparse
+
+    from minserve.commands.arguments import Parser
 
 EXAMPLES = """\
 Examples:
@@ -32,6 +32,9 @@ Environment: MINSERVE_CACHE (folder of fetched models), MINSERVE_DEBUG=1 (traceb
 
 def build_parser() -> Parser:
     """The parser with every command; a command's function is in `args.run`."""
+    from minserve.commands import bench, chat, doctor, evaluate, generate, models, simulate
+    from minserve.commands.arguments import Parser
+
     parser = Parser(
         prog="minserve",
         description="Serve a language model, and read how: text, tokens, prefill, decode, KV blocks.",
@@ -47,20 +50,18 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code. argv: arguments without the program's name (None: sys.argv)."""
-    prepare_streams()
     try:
+        from minserve.commands.output import prepare_streams
+
+        prepare_streams()
         code = _run(argv)
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         _drop_stdout()
         return READER_GONE
-    except KeyboardInterrupt:
-        if is_terminal(sys.stderr):
-            sys.stderr.write("\n")  # the terminal has written ^C into the line
-        return _fail("interrupted", INTERRUPTED)
-    except MinserveError as error:
-        return _fail(f"error: {error}", USER_ERROR)
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
         return _fail(f"error: {where}{error.strerror or error}", USER_ERROR)
@@ -69,10 +70,18 @@ def main(argv: list[str] | None = None) -> int:
     except ImportError as error:
         return _fail(f"error: {error}; `minserve doctor` tells what is missing", FAILED)
     except Exception as error:
+        from minserve.errors import MinserveError, in_words
+
+        if isinstance(error, MinserveError):
+            return _fail(f"error: {error}", USER_ERROR)
         return _fail(f"internal error: {in_words(error)} (a bug in minserve; MINSERVE_DEBUG=1 shows where)", FAILED)
 
 
 def _run(argv: list[str] | None) -> int:
+    from minserve import __version__
+    from minserve.commands.arguments import parse
+    from minserve.commands.output import say
+
     parser = build_parser()
     try:
         args = parse(parser, argv)
@@ -84,15 +93,35 @@ def _run(argv: list[str] | None) -> int:
     if args.run is None:
         parser.print_help()
         return 0
-    result: int = args.run(args)
-    return result
+    return _command(args)
+
+
+def _command(args: argparse.Namespace) -> int:
+    """Run the command. What it says of a field of a class, it says of the option that sets it."""
+    from minserve.errors import ParameterError
+
+    try:
+        code: int = args.run(args)
+        return code
+    except ParameterError as error:
+        from minserve.commands.arguments import in_options
+
+        raise ParameterError(in_options(str(error), args.parser)) from error
 
 
 def _fail(message: str, code: int) -> int:
     """Say what went wrong in one line on stderr; give back the exit code."""
+    import contextlib
+
+    from minserve.commands.output import is_terminal, note
+
     if os.environ.get("MINSERVE_DEBUG", "0") not in ("", "0"):
+        import traceback
+
         traceback.print_exc()
     with contextlib.suppress(OSError):  # nobody reads stderr either; the exit code must do
+        if code == INTERRUPTED and is_terminal(sys.stderr):
+            sys.stderr.write("\n")  # the terminal has written ^C into the line
         note(message)
     if not _stdout_can_flush():
         _drop_stdout()
@@ -109,7 +138,9 @@ def _stdout_can_flush() -> bool:
 
 def _drop_stdout() -> None:
     """Send what is left in stdout's buffer nowhere, or Python would complain about it at exit."""
-    with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor has nothing to drop
+    try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
+    except (OSError, ValueError):  # a stream without a file descriptor has nothing to drop
+        pass

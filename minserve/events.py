@@ -165,6 +165,8 @@ class StepFinished(Event, kind="step_finished"):
 
     sequences: in the batch; prefill_tokens + decode_tokens: computed in it; preempted: sequences that lost
     their blocks in it. kv_tokens: token states that the used blocks hold (shared ones counted once a block).
+    step_used_blocks, step_kv_tokens: the same two while the step ran, before it gave back any block, its own tokens
+    counted as held.
     """
 
     sequences: int
@@ -177,6 +179,8 @@ class StepFinished(Event, kind="step_finished"):
     cached_blocks: int
     used_blocks: int
     kv_tokens: int
+    step_used_blocks: int
+    step_kv_tokens: int
     schedule_seconds: float
     forward_seconds: float
     sample_seconds: float

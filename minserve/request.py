@@ -120,6 +120,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    most_blocks: int = 0  # that it held before it was preempted
     order: int = 0  # of the request's arrival at the engine; what FCFS sorts by
     cache_root: bytes = b""  # digest of its CacheIdentity: where its block hashes start
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were asked for

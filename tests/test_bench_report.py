@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from minserve.bench.load import run_load
 from minserve.bench.load_result import LoadResult
-from minserve.bench.plot import plot, require_matplotlib
+from minserve.bench.plot import draw, plot, require_matplotlib
 from minserve.bench.report import (
     LATENCY_COLUMNS,
     comparison_rows,
@@ -19,6 +18,7 @@ from minserve.bench.report import (
     figure_rows,
     latency_rows,
     number_text,
+    ratio_text,
     ratios,
 )
 from minserve.bench.slo import Slo
@@ -37,6 +37,8 @@ def result(seconds: float, slo: Slo | None = None) -> LoadResult:
     [
         (None, "-"),
         (0.0, "0.000 ms"),
+        (1e-9, "0.001 us"),  # an SLO of so little was shown as 0.000 ms
+        (0.0000042, "4.2 us"),
         (0.00012, "0.120 ms"),
         (0.00123, "1.23 ms"),
         (0.0123, "12.3 ms"),
@@ -57,6 +59,24 @@ def test_numbers_for_people(number: float | None, text: str) -> None:
     assert number_text(number) == text
 
 
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (None, "-"),
+        (0.0, "0x"),
+        (0.002346, "0.00235x"),
+        (0.25, "0.250x"),
+        (1.0, "1.00x"),
+        (41.66, "41.7x"),
+        (1234.5, "1,234x"),
+        (1e-8, "1.00e-08x"),
+    ],
+)
+def test_ratios_have_three_digits_that_say_something(ratio: float | None, text: str) -> None:
+    """A time to the first token that was four hundred times as short was "0.00x"."""
+    assert ratio_text(ratio) == text
+
+
 def test_rows_of_a_run() -> None:
     measured = result(0.5, Slo(ttft=0.4))
     assert [len(row) for row in latency_rows(measured)] == [len(LATENCY_COLUMNS)] * 4
@@ -65,13 +85,13 @@ def test_rows_of_a_run() -> None:
     assert rows["requests"] == "2 of 2 completed"
     assert rows["goodput"] == "0.00 requests/s, 0.0% of them met ttft <= 400 ms"
     assert rows["prefix cache"] == "not asked"
-    assert rows["steps"] == "3, 500 ms each"
+    assert rows["steps"] == "3, 500 ms each; busy 100.0% of the time"
 
 
 def test_a_comparison_gives_each_runs_figure_and_the_ratio() -> None:
     fast, slow = result(0.5), result(2.0)
-    rows = {row[0]: row[1:] for row in comparison_rows({"engine": fast, "static": slow})}
-    assert rows["TTFT p95"] == ("500 ms", "2.00 s", "0.25x")
+    rows = {row[0]: row[1:] for row in comparison_rows(fast, slow)}
+    assert rows["TTFT p95"] == ("500 ms", "2.00 s", "0.250x")
     assert rows["output tok/s"] == ("4.00", "1.00", "4.00x")
     assert rows["preemptions"] == ("3", "3", "1.00x")
     assert "goodput, requests/s" not in rows  # neither run has one
@@ -88,36 +108,55 @@ def test_every_figure_is_json() -> None:
     assert document["goodput"] == pytest.approx(2 / 1.5)
 
 
-def test_a_picture_as_png(tmp_path: Path) -> None:
+def test_a_picture_as_png() -> None:
     pytest.importorskip("matplotlib")
-    plot({"engine": result(0.5), "static": result(2.0)}, tmp_path / "load.png", title="a load")
-    data = (tmp_path / "load.png").read_bytes()
+    data = plot({"engine": result(0.5), "static": result(2.0)}, "png", title="a load")
     assert data.startswith(b"\x89PNG")
     assert len(data) > 20_000
 
 
-def test_a_page_needs_nothing_from_outside_and_holds_the_tables(tmp_path: Path) -> None:
+def test_a_page_needs_nothing_from_outside_and_holds_the_tables() -> None:
     pytest.importorskip("matplotlib")
-    plot({"engine": result(0.5), "<static>": result(2.0)}, tmp_path / "load.html", title="a <load>")
-    page = (tmp_path / "load.html").read_text(encoding="utf-8")
+    page = plot({"engine": result(0.5), "<static>": result(2.0)}, "html", title="a <load>").decode()
     assert page.startswith("<!DOCTYPE html>")
     assert page.count("<svg") == 1
     assert "<h1>a &lt;load&gt;</h1>" in page
     assert "<h2>&lt;static&gt;</h2>" in page
-    assert "0.25x" in page
+    assert "0.250x" in page
     assert not re.search(r"<script|<link|<img|@import|(src|href)=\"(?!#)", page)
 
 
-def test_a_run_that_measured_nothing_is_drawn_too(tmp_path: Path) -> None:
+def test_a_run_that_measured_nothing_is_drawn_too() -> None:
     pytest.importorskip("matplotlib")
     engine = ScriptedEngine()
     engine.interrupt_at = 1
     nothing = run_load(engine, timed([0.0]), wait=engine.clock.wait)  # type: ignore[arg-type]
-    plot({"engine": nothing}, tmp_path / "load.png", title="a load")
-    assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
+    assert plot({"engine": nothing}, "png", title="a load").startswith(b"\x89PNG")
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MinserveError, match=r'pip install "minserve\[plot\]"'):
+    with pytest.raises(MinserveError, match="pip install matplotlib"):
         require_matplotlib()
+
+
+def test_the_engines_own_run_lies_on_top_and_axes_have_plain_numbers() -> None:
+    """The runs that it is compared with were drawn over it; ticks were 10^-1 and, for sequences, 2.5."""
+    pytest.importorskip("matplotlib")
+    figure = draw({"engine": result(0.5), "static": result(20.0)}, "a load")
+    for axes in figure.axes:
+        engine, static = ([line for line in axes.lines if line.get_color() == c] for c in ("#0072B2", "#D55E00"))
+        assert min(line.get_zorder() for line in engine) > max(line.get_zorder() for line in static)
+    ttft, _, _, running, _, batch = figure.axes
+    assert ttft.get_xscale() == batch.get_yscale() == "log"
+    assert ttft.xaxis.get_major_formatter()(0.05) == "0.05"
+    assert batch.yaxis.get_major_formatter()(200.0) == "200"
+    assert batch.get_ylim()[0] > 0.5  # there is no step of less than a token
+    assert all(tick == round(tick) for tick in running.get_yticks())
+
+
+def test_one_step_takes_what_it_took_and_not_the_wait_for_the_next_request() -> None:
+    """The duration was divided by the number of steps, so an idle engine seemed to have slow ones."""
+    engine = ScriptedEngine()
+    idle = run_load(engine, timed([0.0, 97.0], answer=1), wait=engine.clock.wait)  # type: ignore[arg-type]
+    assert dict(figure_rows(idle))["steps"] == "2, 1.00 s each; busy 2.0% of the time"

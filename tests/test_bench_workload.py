@@ -72,6 +72,40 @@ def test_a_files_pairs_stay_together_and_repeat(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("max_model_len", "pool_tokens", "context", "where", "advice"),
+    [
+        (64, 32, 256, "the KV cache, which holds 32 tokens", "or raise --num-kv-blocks or --kv-cache-memory"),
+        (32, 64, 256, "max_model_len 32", "or raise --max-model-len"),
+        (32, None, None, "max_model_len 32", "or raise --max-model-len"),
+        (32, 64, 32, "max_model_len 32", "ask for shorter requests"),  # the model's own maximum cannot be raised
+    ],
+)
+def test_a_load_that_does_not_fit_is_told_by_the_smaller_limit(
+    max_model_len: int, pool_tokens: int | None, context: int | None, where: str, advice: str
+) -> None:
+    """The advice was always to raise --max-model-len, which did nothing where the pool was too small, and was refused
+    where it stood at the model's maximum already.
+    """
+    load = Workload(2, Lengths.parse("fixed:1", "input"), Lengths.parse("fixed:40", "output"))
+    with pytest.raises(ParameterError) as caught:
+        load.check(max_model_len, pool_tokens=pool_tokens, context=context)
+    message = str(caught.value)
+    assert f"1 token of prompt and 40 of answer, does not fit {where}; ask for shorter requests" in message
+    assert message.endswith(advice)
+    load.check(41, pool_tokens=41)
+
+
+def test_requests_that_were_cut_say_so() -> None:
+    """Named lengths were cut to the context in silence."""
+    load = Workload(200, Lengths.parse("sharegpt", "input"), Lengths.parse("fixed:4", "output"))
+    timed = list(load.requests(100, 256))
+    lengths = [len(each.request.prompt_token_ids) for each in timed]
+    assert 0 < sum(each.cut for each in timed) < 200
+    assert all(length == 255 for each, length in zip(timed, lengths, strict=True) if each.cut)
+    assert not any(each.cut for each in load.requests(100, 4096))
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ("", "holds no lengths"),
@@ -228,12 +262,14 @@ def test_requests_are_made_as_they_are_asked_for() -> None:
     ("text", "limits"),
     [
         ("ttft=0.5", {"ttft": 0.5}),
-        ("ttft=500ms,itl=50ms,e2e=3", {"ttft": 0.5, "tpot": 0.05, "e2e": 3.0}),
-        ("tpot=0.1s, e2el=2", {"tpot": 0.1, "e2e": 2.0}),
+        ("ttft=500ms,itl=50ms,e2e=3", {"ttft": 0.5, "itl": 0.05, "e2e": 3.0}),
+        ("tpot=0.1s, e2el=2", {"tpot": 0.1, "e2el": 2.0}),
         ("itl=50ms,tpot=20ms", {"tpot": 0.02}),
+        ("itl=20ms,tpot=50ms", {"itl": 0.02}),
     ],
 )
 def test_slos(text: str, limits: dict[str, float]) -> None:
+    """Whoever asked for itl=50ms was told of a limit on tpot, a word that they had not used."""
     assert Slo.parse(text).limits() == pytest.approx(limits)
 
 

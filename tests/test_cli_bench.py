@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minserve.cli import main
+from minserve.engine.llm_engine import LLMEngine
 from minserve.events import Finished, read_events
+from minserve.request import RequestOutput
 
 from .support.command_line import NAN_BACKEND, Terminal
 from .support.tiny_llama import tiny_llama
@@ -81,7 +84,7 @@ def test_static_batching_as_baseline(model: str, capsys: pytest.CaptureFixture[s
     assert bench(model, *args, "--baseline", "static", "--baseline", "static") == 0
     out = capsys.readouterr().out
     assert "Baseline static: the same load" in out
-    assert "engine/static" in out
+    assert re.search(r"\nfigure +engine +static +ratio\n", out)
     document = json.loads(out.splitlines()[-1])
     mine, static = document["result"], document["baselines"]["static"]
     assert list(document["baselines"]) == ["static"]
@@ -189,28 +192,43 @@ def test_ctrl_c_shows_what_was_measured(model: str, tmp_path: Path, capsys: pyte
 MISTAKES = [
     (["--slo", "tftt=1"], "an SLO cannot be set for 'tftt' (did you mean ttft?)"),
     (["--slo", "ttft=-1"], "the SLO ttft must be seconds above 0"),
-    (["--request-rate", "-3"], "request_rate must be a number above 0, not -3.0"),
+    (["--request-rate", "-3"], "--request-rate must be a number above 0, not -3.0"),
     (["--request-rate", "fast"], "must be a number, not 'fast'"),
-    (["--burstiness", "0"], "burstiness must be a number above 0"),
-    (["--prefix-share", "2"], "prefix_share must be from 0 to 1"),
+    (["--burstiness", "0"], "--burstiness must be a number above 0"),
+    (["--prefix-share", "2"], "--prefix-share must be from 0 to 1"),
     (["-n", "0"], "must be a whole number of at least 1"),
     (["--max-concurrency", "0"], "must be a whole number of at least 1"),
-    (["--temperature", "-1"], "temperature must be a number in"),
+    (["--temperature", "-1"], "--temperature must be a number in"),
     (["--lengths", "sharegtp"], "'sharegtp' is no length (did you mean sharegpt?)"),
     (["--lengths", "/nowhere/lengths.jsonl"], "/nowhere/lengths.jsonl: No such file"),
     (["--input-len", "uniform:9:3"], "smallest length is above the largest"),
     (["--input-len", "fixed:500"], "does not fit max_model_len 256"),
-    (["--input-len", "fixed:60", "--num-kv-blocks", "2"], "does not fit max_model_len 32"),
-    (["--scale", "0"], "scale must be a number above 0"),
+    (["--input-len", "fixed:60", "--num-kv-blocks", "2"], "does not fit the KV cache, which holds 32 tokens"),
+    (["--scale", "0"], "--scale must be a number above 0"),
     (["--baseline", "statik"], "--baseline cannot be 'statik' (did you mean static?)"),
     (["--plot", "load.pdf"], "a picture is FILE.png or FILE.html, not 'load.pdf'"),
     (["--plot", "/nowhere/load.png"], "there is no such folder"),
-    (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl: No such file"),
+    (["--trace", "/nowhere/trace.jsonl"], "--trace: /nowhere/trace.jsonl: there is no such folder"),
     (["--kv-cache-memory", "much"], "must be an amount of memory such as 512M or 2G, not 'much'"),
     (["--kv-cache-memory", "0"], "must be an amount of memory"),
     (["--kv-cache-memory", "1M", "--num-kv-blocks", "4"], "not allowed with argument"),
     (["--scheduling-policy", "lifo"], "--scheduling-policy cannot be 'lifo'"),
     (["--max-num-seqs", "0"], "must be a whole number of at least 1"),
+    (
+        ["--input-len", "fixed:256", "--num-kv-blocks", "90"],
+        "max_model_len 256; ask for shorter requests\n",
+    ),
+    (["--overhead", "--predict"], "--predict: not allowed with argument --overhead"),
+    (["--overhead", "--calibrate", "cost.json"], "not allowed with argument"),
+    (["--overhead", "--baseline", "static"], "--baseline has no effect with --overhead"),
+    (["--overhead", "--request-rate", "3"], "--request-rate has no effect with --overhead"),
+    (["--overhead", "--calibration-seconds", "3"], "--calibration-seconds has no effect with --overhead"),
+    (["--calibrate", "cost.json", "--trace", "trace.jsonl"], "--trace has no effect with --calibrate"),
+    (["--calibrate", "cost.json", "--cost", "cost.json"], "--cost has no effect with --calibrate"),
+    (["--predict", "--plot", "load.png"], "--plot has no effect with --predict"),
+    (["--predict", "--cost", "a.json", "--calibration-seconds", "3"], "has no effect with --predict --cost"),
+    (["--cost", "cost.json"], "--cost has no effect without --predict"),
+    (["--calibration-seconds", "3"], "--calibration-seconds has no effect without --predict"),
     (["--no-prefix-cash"], "no option --no-prefix-cash (did you mean --no-prefix-cache?)"),
 ]
 
@@ -236,6 +254,29 @@ def test_overhead(model: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < cost["forward"] < cost["step"]
         assert 0 < cost["outside"] < cost["step"]
     assert min(document["sampling"].values()) > 0
+
+
+def test_ctrl_c_in_the_overhead_shows_what_was_measured(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    step = LLMEngine.step
+
+    def interrupted(self: LLMEngine) -> list[RequestOutput]:
+        calls.append(1)
+        if len(calls) == 25:  # 16 of the warm-up, the prompts, 5 for nobody, 2 for who listens to steps
+            raise KeyboardInterrupt
+        return step(self)
+
+    monkeypatch.setattr(LLMEngine, "step", interrupted)
+    assert main(["bench", "--overhead", "--model", model, "--backend", "numpy", "--max-num-seqs", "1"]) == 130
+    out, err = capsys.readouterr()
+    document = json.loads(out.splitlines()[-1])
+    assert {name: cost["num_steps"] for name, cost in document["step"].items()} == {"nobody": 5, "step_finished": 2}
+    assert document["interrupted"] is True
+    assert "sampling 1 row, top-k, top-p and penalties" in out
+    assert "_" not in "".join(out.splitlines()[:-1])  # no name from the code in a table
+    assert err == "minserve: interrupted: the figures are of what was measured until then\n"
 
 
 def test_a_bar_on_a_terminal_and_nothing_of_it_left(model: str) -> None:

@@ -95,7 +95,7 @@ def test_a_context_of_one_token_predicts_nothing(
     measure: str, model: str, book: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", measure, book, "--model", model, "--backend", "numpy", "--max-model-len", "1"]) == 2
-    assert "max_model_len must be at least 2" in capsys.readouterr().err
+    assert "--max-model-len must be at least 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

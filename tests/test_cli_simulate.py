@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_the_tables_and_the_last_line(cost: str, capsys: pytest.CaptureFixture[s
     out, err = capsys.readouterr()
     assert err == ""
     *text, line = out.splitlines()
-    assert "simulated in" in text[0]
+    assert re.fullmatch(r"0\.2 s on the virtual clock, simulated in [\d.]+ ms", text[-2])
     assert "Simulated: made-up on paper" in text
     assert any(row.startswith("latency") and "p99" in row for row in text)
     found = json.loads(line)
@@ -156,20 +157,58 @@ def test_many_requests_come_one_by_one(cost: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--priority-levels", "2"], "--priority-levels has no effect without --scheduling-policy priority"),
+        (["--priority-levels", "2", "--scheduling-policy", "priority"], ""),
+        (["--burstiness", "2"], "--burstiness has no effect without --request-rate"),
+        (["--num-prefixes", "2"], "--num-prefixes has no effect without --shared-prefix-len"),
+        (["--prefix-share", "0.5"], "--prefix-share has no effect without --shared-prefix-len"),
+        (["--input-len", "sharegpt"], " of 60 requests were cut, so that each fits 128 tokens"),
+    ],
+)
+def test_what_has_no_effect_is_said(
+    options: list[str], said: str, cost: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were ignored, or lengths were cut, and nobody was told."""
+    assert main(["simulate", "--cost", cost, "-n", "60", *FIXED, *options]) == 0
+    out, err = capsys.readouterr()
+    assert said in err
+    assert err.count("\n") == bool(said)
+    workload = json.loads(out.splitlines()[-1])["workload"]
+    assert workload["request_rate"] == "inf"  # null could have meant that there is none
+    assert (workload["num_cut"] > 0) == ("cut" in said)
+
+
+def test_the_words_of_the_user_and_one_is_not_many(cost: str, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--slo", "itl=1ms", "--baseline", "static", "--shared-prefix-len", "1", *FIXED]
+    assert main(["simulate", "--cost", cost, "-n", "1", *args]) == 0
+    *text, line = capsys.readouterr().out.splitlines()
+    assert any("itl <= 1.00 ms" in row for row in text)
+    assert json.loads(line)["result"]["slo"] == {"itl": 0.001}
+    assert any("load          1 request, all at once" in row for row in text)
+    assert any("100% share a prefix of 1 token," in row for row in text)
+    assert "s on the virtual clock, both runs together, simulated in" in text[-2]
+    table = text[text.index("Compared with static") + 1 : -3]
+    assert table[0].split() == ["figure", "engine", "static", "ratio"]
+    assert max(map(len, table)) <= 60
+
+
+@pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--cost", "/nowhere/cost.json"], "/nowhere/cost.json"),
         (["--cost", "/dev/null"], "/dev/null is not a cost model"),
         (["--cost", "/dev/zero"], "/dev/zero is larger than 1048576 bytes"),
-        (["--max-model-len", "8193"], "max_model_len must be a whole number from 1 to 8192, not 8193"),
+        (["--max-model-len", "8193"], "--max-model-len must be a whole number from 1 to 8192, not 8193"),
         (["--num-requests", "0"], "--num-requests/-n: must be a whole number of at least 1"),
         (["--input-len", "fixed:9000"], "does not fit max_model_len 8192"),
         (["--lengths", "sharegtp"], "did you mean sharegpt"),
-        (["--request-rate", "0"], "request_rate must be a number above 0"),
+        (["--request-rate", "0"], "--request-rate must be a number above 0"),
         (["--baseline", "statc"], "did you mean static?"),
         (["--model", "smollm2"], "there is no option --model"),
         (["--num-kv-blocks", "4", "--kv-cache-memory", "1G"], "not allowed with"),
-        (["--kv-cache-memory", "1"], "kv_cache_memory must be a whole number of at least"),
+        (["--kv-cache-memory", "1"], "--kv-cache-memory must be a whole number of at least"),
         (["--slo", "tftt=1"], "did you mean ttft?"),
     ],
 )

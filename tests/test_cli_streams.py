@@ -72,6 +72,29 @@ def test_a_reader_that_leaves_ends_it_quietly(command: str, model: str) -> None:
         assert process.wait(timeout=60) in ((0, 141) if command == "--help" else (141,))
 
 
+@pytest.mark.parametrize("module", ["minserve.commands.output", "minserve.commands.bench", "argparse", "rich.table"])
+def test_ctrl_c_while_modules_are_imported(module: str) -> None:
+    """In its first half second the program answered Ctrl-C with a traceback of imports."""
+    script = f"""
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+from minserve.cli import main
+sys.exit(main(["models"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, timeout=60, check=False
+    )
+    assert done.stderr == b"minserve: interrupted\n"
+    assert done.returncode == 130
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
 @pytest.mark.parametrize("args", [["--version"], ["models"], ["doctor", "--json"]])
 def test_a_full_disk_is_told(args: list[str]) -> None:

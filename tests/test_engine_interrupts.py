@@ -103,6 +103,30 @@ def test_an_interrupt_at_any_line_of_the_engine(left_after: int | None) -> None:
     assert serve(eng, request("0", "last"))[0].outputs[0].text == "hello"
 
 
+def test_a_second_interrupt_in_the_repair() -> None:
+    """The repair forgot at once which answer had been half changed, so an interrupt in it let that one go on wrong."""
+    eng = engine(saying("hello"))
+    for number in range(1, 20_000):
+        output = eng.add_request(request("hi", "r"))
+        eng.step()
+        eng.step()
+        real = eng.outputs.requests["r"].append_token
+
+        def half(answer: Any, sampled: Any, real: Callable = real) -> None:
+            answer.seq.token_ids.append(sampled.token_id)
+            raise KeyboardInterrupt
+
+        eng.outputs.requests["r"].append_token = half  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            eng.step()
+        where = interrupted(eng.step, number)
+        step_to_the_end(eng)
+        assert output.outputs[0].finish_reason == "abort", where
+        if where is None:
+            return
+    raise AssertionError("the interrupts did not get to the end")
+
+
 def test_threads_share_an_engine() -> None:
     """Two threads once stepped the same request at the same time: wrong tokens, and errors from the queue."""
     eng = engine(saying("hello"), budget=4, blocks=64)

@@ -404,3 +404,66 @@ def test_a_step_begins_and_ends() -> None:
     assert (started.running, started.waiting) == (0, 1)
     assert (finished.sequences, finished.prefill_tokens, finished.decode_tokens) == (1, 6, 0)
     assert (finished.running, finished.waiting, finished.used_blocks, finished.kv_tokens) == (1, 0, 2, 6)
+
+
+def steps_until_first_token(eng: LLMEngine, output: RequestOutput) -> int:
+    steps = 0
+    while not output.outputs[0].token_ids:
+        eng.step()
+        steps += 1
+    return steps
+
+
+def test_a_short_prompt_behind_a_cached_prefix_is_short() -> None:
+    """A prompt of which nearly all was in the cache waited, for its length, until a long one was computed."""
+    eng = engine(saying("x"), budget=16, blocks=200, max_model_len=700)
+    prefix = "p" * 40
+    serve(eng, request(prefix, "warm"))
+    eng.add_request(request("z" * 400, "long"))
+    eng.step()
+    late = eng.add_request(request(prefix + "q", "late"))
+    assert steps_until_first_token(eng, late) <= 2
+    run_to_the_end(eng)
+    assert late.metrics.num_cached_tokens == 40
+
+
+@pytest.mark.parametrize(("priority", "overtakes"), [(0, True), (1, False)])
+def test_only_what_is_not_less_important_may_overtake(priority: int, overtakes: bool) -> None:
+    """Under "priority", a stream of unimportant short prompts doubled the time of an urgent long one."""
+    eng = engine(saying("x"), budget=16, blocks=200, max_model_len=700, scheduling_policy="priority")
+    long = eng.add_request(request("z" * 160, "long"))
+    eng.step()
+    for i in range(30):
+        eng.add_request(request("abcdef", f"short {i}", fields={"priority": priority}))
+    assert (steps_until_first_token(eng, long) > 9) == overtakes
+    run_to_the_end(eng)
+
+
+def test_a_static_batch_fills_up_though_its_prompts_take_several_steps() -> None:
+    """The budget of one step once decided how large a static batch was, and made the baseline look worse than it is."""
+    eng = engine(saying("hello"), budget=8, static_batching=True, max_num_seqs=4)
+    for i in range(6):
+        eng.add_request(request("abcdef", f"r{i}", max_tokens=20))
+    running = []
+    while eng.has_unfinished:
+        eng.step()
+        running.append(len(eng.scheduler.running))
+    assert max(running) == 4
+    assert running[-2] == 2
+
+
+def test_a_cache_that_is_not_asked_tells_of_no_miss() -> None:
+    events: list[Event] = []
+    eng = engine(saying("x"))
+    eng.events.subscribe(events.append, (CacheHit, CacheMiss))
+    serve(eng, request("abcdefgh", prompt_logprobs=0))
+    assert events == []
+
+
+def test_a_request_may_be_asked_again() -> None:
+    """It kept the time of its first arrival, and its TTFT grew by all that lay between."""
+    clock = iter(range(0, 10_000, 100))
+    eng = engine(saying("x"), clock=lambda: float(next(clock)))
+    item = request("hi")
+    first, second = serve(eng, item)[0], serve(eng, item)[0]
+    assert second.metrics.ttft == first.metrics.ttft

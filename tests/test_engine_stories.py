@@ -140,7 +140,7 @@ def test_copies_are_made_once_though_the_step_runs_twice() -> None:
         return logits
 
     eng.runner.run = stumble  # type: ignore[method-assign]
-    long = eng.add_request(request("z" * 28, "long", fields={"priority": -1}))
+    long = eng.add_request(request("z" * 28, "long"))
     eng.step()
     pair = eng.add_request(request("abcdef", "pair", n=2))
     run_to_the_end(eng)

@@ -207,7 +207,7 @@ def test_min_tokens_rules_out_the_end(sampler: Sampler) -> None:
     assert tokens == [2, 2, 1]
     batch = np.array([logits] * 2, np.float32)
     all_ends, other = sampler.sample(batch, [row_of(min_tokens=2, end_ids=[0, 1, 2]), row_of(temperature=0)])
-    assert isinstance(all_ends, NonFiniteLogitsError)
+    assert isinstance(all_ends, ParameterError)
     assert "min_tokens" in str(all_ends)
     assert other == SampledToken(1, None)
 
@@ -283,7 +283,7 @@ class TestLogitsProcessors:
         row = row_of([0, 2], [1], logits_processors=[only_two], temperature=temperature, repetition_penalty=1e-300)
         assert one(sampler, [3, 1, -4, 0], row).token_id == 2
         row = row_of(logits_processors=[only_two], temperature=temperature, min_tokens=1, end_ids=[2])
-        with pytest.raises(NonFiniteLogitsError, match="rule out every token"):
+        with pytest.raises(ParameterError, match="rule out every token"):
             one(sampler, [3, 1, -4, 0], row)
 
     @each_sampler
@@ -295,10 +295,10 @@ class TestLogitsProcessors:
             (np.zeros(3, np.float32), ParameterError, r"array of \(4,\), not an array float32 \(3,\)"),
             (np.zeros((1, 4), np.float32), ParameterError, "must return the logits"),
             (np.zeros(4, complex), ParameterError, "complex128"),
-            (np.array([1, np.nan, 2, 3]), NonFiniteLogitsError, "NaN"),
-            (np.array([1, np.inf, 2, 3]), NonFiniteLogitsError, "infinity"),
-            (np.array([1, 1e300, 2, 3]), NonFiniteLogitsError, "infinity"),
-            (np.full(4, -np.inf), NonFiniteLogitsError, "no finite value"),
+            (np.array([1, np.nan, 2, 3]), ParameterError, "NaN"),
+            (np.array([1, np.inf, 2, 3]), ParameterError, "infinity"),
+            (np.array([1, 1e300, 2, 3]), ParameterError, "infinity"),
+            (np.full(4, -np.inf), ParameterError, "no finite value"),
         ],
         ids=str,
     )

@@ -214,3 +214,16 @@ def test_the_model_that_comes_with_the_package_is_one(tmp_path: Path) -> None:
     assert 0.001 < model.token_seconds[0] < 0.1
     model.save(tmp_path / "copy.json")
     assert CostModel.load(tmp_path / "copy.json") == model
+
+
+def test_what_a_step_uses_and_frees_again_is_in_the_figures() -> None:
+    """A load of one step seemed to use no KV block at all, because only what was left between steps counted."""
+    cost = default_cost_model()
+    engine, clock = simulated_engine(cost, simulated_config(cost, num_kv_blocks=700, max_model_len=1024))
+    load = Workload(1, Lengths.parse("fixed:100", "input"), Lengths.parse("fixed:1", "output"))
+    result = run_load(engine, load.requests(49_152, 1024), wait=clock.advance)
+    assert result.engine.num_steps == 1
+    assert result.engine.kv_occupancy == pytest.approx(7 / 700)  # 7 blocks of 16 for 100 tokens
+    assert result.engine.peak_kv_occupancy == 7 / 700
+    assert result.engine.kv_utilization == pytest.approx(100 / 112)
+    assert result.busy_share == 1.0

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from minserve.events import CacheHit, CacheMiss, Event, StepFinished
+from minserve.events import CacheHit, CacheMiss, Event, Finished, StepFinished, StepStarted
 
 if TYPE_CHECKING:
     from minserve.engine.llm_engine import LLMEngine
 
 _MOST_SAMPLES = 4096
+KINDS = (StepStarted, StepFinished, CacheHit, CacheMiss, Finished)
 
 
 class Sample(NamedTuple):
@@ -28,9 +29,12 @@ class Sample(NamedTuple):
 class EngineFigures:
     """Listens to an engine and sums up; `attach` starts it.
 
-    Means over time hold a state from the step that made it to the end of the next step, so a long step counts for
-    more. kv_utilization is the PagedAttention paper's measure (arXiv 2309.06180, figure 2): the share of slots in
-    blocks that are in use which hold a token's keys and values; 1 - that is fragmentation and reservation.
+    Means over time weigh a step by how long it took: with the blocks that were in use while it ran, and the token
+    states that they held. Between two steps it is what the first one left. kv_utilization is the PagedAttention
+    paper's measure (arXiv 2309.06180, figure 2): the share of slots in blocks that are in use which hold a token's
+    keys and values; 1 - that is fragmentation and reservation.
+    The prefix cache is judged by what each answer found when it was first admitted. What a preempted one finds of its
+    own when it comes back spares work too, but is no prefix that anybody shared.
     """
 
     def __init__(self, block_size: int, token_budget: int, start: float) -> None:
@@ -43,6 +47,7 @@ class EngineFigures:
         self.num_preemptions = 0
         self.cache_queries = 0  # tokens
         self.cache_hits = 0
+        self.step_seconds = 0.0  # of whole steps; the next three are parts of it
         self.schedule_seconds = 0.0
         self.forward_seconds = 0.0
         self.sample_seconds = 0.0
@@ -50,6 +55,8 @@ class EngineFigures:
         self.max_waiting = 0
         self.peak_used_blocks = 0
         self.num_blocks = 0
+        self._looked_up: dict[str, set[int]] = {}  # unfinished request -> its answers that were admitted once
+        self._began = start  # the step that runs now
         self._last_time = start
         self._last_used = 0
         self._last_tokens = 0
@@ -62,17 +69,26 @@ class EngineFigures:
     def attach(cls, engine: LLMEngine, start: float) -> tuple[EngineFigures, Callable[[], None]]:
         """Figures that listen to this engine from now on (start, on its clock), and the function that ends it."""
         figures = cls(engine.config.block_size, engine.config.token_budget, start)
-        return figures, engine.events.subscribe(figures, kinds=(StepFinished, CacheHit, CacheMiss))
+        return figures, engine.events.subscribe(figures, kinds=KINDS)
 
     def __call__(self, event: Event) -> None:
         """Take in one event."""
         if isinstance(event, StepFinished):
             self._step(event)
-        elif isinstance(event, CacheHit):
+        elif isinstance(event, StepStarted):
+            self._began = event.time
+        elif isinstance(event, (CacheHit, CacheMiss)):
+            self._looked(event)
+        elif isinstance(event, Finished):
+            self._looked_up.pop(event.request_id, None)
+
+    def _looked(self, event: CacheHit | CacheMiss) -> None:
+        """A sequence was looked up in the prefix cache; if it is back from a preemption, it was before."""
+        before = self._looked_up.setdefault(event.request_id, set())
+        if event.index not in before:
+            before.add(event.index)
             self.cache_queries += event.queried
-            self.cache_hits += event.tokens
-        elif isinstance(event, CacheMiss):
-            self.cache_queries += event.queried
+            self.cache_hits += event.tokens if isinstance(event, CacheHit) else 0
 
     def _step(self, event: StepFinished) -> None:
         self.num_steps += 1
@@ -86,10 +102,11 @@ class EngineFigures:
         self.max_running = max(self.max_running, event.running, event.sequences)
         self.max_waiting = max(self.max_waiting, event.waiting)
         self.num_blocks = event.free_blocks + event.cached_blocks + event.used_blocks
-        self.peak_used_blocks = max(self.peak_used_blocks, event.used_blocks)
-        passed = event.time - self._last_time
-        self._block_seconds += self._last_used * passed
-        self._token_seconds += self._last_tokens * passed
+        self.peak_used_blocks = max(self.peak_used_blocks, event.step_used_blocks)
+        between, passed = self._began - self._last_time, event.time - self._began
+        self.step_seconds += passed
+        self._block_seconds += self._last_used * between + event.step_used_blocks * passed
+        self._token_seconds += self._last_tokens * between + event.step_kv_tokens * passed
         self._last_time, self._last_used, self._last_tokens = event.time, event.used_blocks, event.kv_tokens
         self._skipped += 1
         if self._skipped == self._every:
@@ -136,7 +153,7 @@ class EngineFigures:
 
     @property
     def kv_utilization(self) -> float | None:
-        """Token states held / slots in used blocks, mean over time; None if no block was in use between steps."""
+        """Token states held / slots in used blocks, mean over time; None if no block was in use."""
         slots = self._block_seconds * self.block_size
         return self._token_seconds / slots if slots > 0 else None
 

@@ -27,6 +27,7 @@ _NAMED = {
     "alpaca": {"input": _Fit(19.31, 0.6), "output": _Fit(58.45, 0.9)},
 }
 _LONGEST = 2048  # tokens, before scaling: the context of the model that the paper measured with
+_MOST_SCALE = 1e6
 
 
 def clipped_log_normal_mean(mu: float, sigma: float, limit: float) -> float:
@@ -75,8 +76,8 @@ class Lengths:
         from the start again when they end, so that two Lengths of one file keep its pairs together.
         Raises ParameterError, OSError.
         """
-        if not (math.isfinite(scale) and scale > 0):
-            raise ParameterError(f"scale must be a number above 0, not {shown(scale)}")
+        if not 0 < scale <= _MOST_SCALE:
+            raise ParameterError(f"scale must be a number above 0, up to {_MOST_SCALE:g}, not {shown(scale)}")
         if spec in _NAMED:
             fit, longest = _NAMED[spec][side], max(1, round(_LONGEST * scale))
             mean = min(max(fit.mean * scale, 1.0), longest * 0.9)
@@ -119,13 +120,13 @@ def _length(text: str, spec: str) -> int:
 def _read(path: Path, key: str) -> tuple[int, ...]:
     """That key of each line of a file. Raises ParameterError with the line's number, OSError."""
     values = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:  # a line that is not UTF-8 is then an error of that line
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 value = json.loads(line)[key]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ParameterError(
                     f'{path}, line {number}: expected an object like {{"input_len": 120, "output_len": 30}}'
                 ) from None

@@ -57,6 +57,11 @@ class LoadResult:
         return self._a_second(self.num_input_tokens + self.num_output_tokens)
 
     @property
+    def busy_share(self) -> float | None:
+        """Share of the duration that the engine was in a step; the rest it waited for requests, or for its client."""
+        return min(1.0, self.engine.step_seconds / self.duration) if self.duration > 0 else None
+
+    @property
     def goodput(self) -> float | None:
         """Requests a second that met every SLO; None without an SLO."""
         return None if self.slo is None else self._a_second(self.num_good)
@@ -85,6 +90,8 @@ class LoadResult:
             "e2e": self.e2e.summary(),
             "max_concurrent": self.max_concurrent,
             "steps": engine.num_steps,
+            "step_seconds": engine.step_seconds,
+            "busy_share": self.busy_share,
             "mean_sequences_per_step": engine.mean_sequences,
             "mean_tokens_per_step": engine.mean_tokens,
             "token_budget_used": engine.mean_tokens / engine.token_budget,

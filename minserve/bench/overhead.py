@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PROMPT_LEN = 16
 _STEPS_A_TURN = 5
+_SAMPLES = 40  # calls of the sampler, each way
 # who listens -> to which kinds of events
 LISTENERS: dict[str, tuple[type[Event], ...]] = {
     "nobody": (),
@@ -54,6 +55,18 @@ class StepCost:
     num_steps: int
 
 
+@dataclass(frozen=True)
+class OverheadCosts:
+    """steps: of each of LISTENERS. sampling: of each of SAMPLINGS, the median seconds of one call of the sampler.
+
+    interrupted: did Ctrl-C end the measuring? What was not measured by then is missing.
+    """
+
+    steps: dict[str, StepCost]
+    sampling: dict[str, float]
+    interrupted: bool
+
+
 class _Timed:
     """Stands in for a runner's model or an engine's sampler: passes calls of one method on, and times them."""
 
@@ -73,18 +86,45 @@ class _Timed:
 
 
 def steps_for(max_model_len: int, turns: int) -> int:
-    """Steps that `step_costs` takes: turns for each listener, fewer if the context is short."""
+    """Steps that `measure_overhead` takes: turns for each listener, fewer if the context is short."""
     return min(turns * _STEPS_A_TURN * len(LISTENERS), max_model_len - PROMPT_LEN - 2)
 
 
-def step_costs(
+def measure_overhead(
     engine: LLMEngine, num_seqs: int, num_steps: int, progress: Callable[[int, int], None] | None = None
-) -> dict[str, StepCost]:
-    """Run decode steps of num_seqs sequences, each listener in turn a few steps at a time; its costs.
+) -> OverheadCosts:
+    """Time the sampler, then decode steps of num_seqs sequences, each listener in turn a few steps at a time.
 
     engine: a fresh one on the real clock, with seats and KV blocks for all of them; it is used up, and its runner and
-    sampler are timed. Raises ParameterError if not all of them come to run at once.
+    sampler are timed. Ctrl-C ends it; what was measured by then is kept. Raises ParameterError if not all of them come
+    to run at once; KeyboardInterrupt, if nothing was measured by then.
     """
+    steps: dict[str, list[tuple[float, float, float]]] = {name: [] for name in LISTENERS}
+    sampling: dict[str, list[float]] = {name: [] for name in SAMPLINGS}
+    interrupted = False
+    try:
+        _time_sampling(engine.sampler, num_seqs, engine.tokenizer.vocab_size, sampling)
+        _time_steps(engine, num_seqs, num_steps, steps, progress)
+    except KeyboardInterrupt:
+        if not any(sampling.values()):
+            raise
+        interrupted = True
+    return OverheadCosts(
+        {name: _cost(np.array(rows)) for name, rows in steps.items() if rows},
+        # The first ones are slower: their memory is new.
+        {name: float(np.median(values[_SAMPLES // 10 :] or values)) for name, values in sampling.items() if values},
+        interrupted,
+    )
+
+
+def _time_steps(
+    engine: LLMEngine,
+    num_seqs: int,
+    num_steps: int,
+    times: dict[str, list[tuple[float, float, float]]],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Add the seconds of each step, of its forward call and of its sampler's call to those of who listened."""
     model: Any = _Timed(engine.runner.model, "forward")  # type: ignore[attr-defined]  # a ModelRunner
     sampler: Any = _Timed(engine.sampler, "sample")
     engine.runner.model, engine.sampler = model, sampler  # type: ignore[attr-defined]
@@ -100,7 +140,6 @@ def step_costs(
     else:
         raise ParameterError(f"{num_seqs} sequences do not run at once here; allow more max_num_seqs or KV blocks")
 
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in LISTENERS}
     turns = [name for _ in range(0, num_steps, _STEPS_A_TURN) for name in LISTENERS][: num_steps // _STEPS_A_TURN or 1]
     for turn, name in enumerate(turns):
         if progress is not None:
@@ -112,7 +151,6 @@ def step_costs(
             engine.step()
             times[name].append((time.perf_counter() - started, model.seconds, sampler.seconds))
         stop()
-    return {name: _cost(np.array(rows)) for name, rows in times.items() if rows}
 
 
 def _ignore(event: Event) -> None:
@@ -128,22 +166,20 @@ def _cost(rows: np.ndarray) -> StepCost:
     )
 
 
-def sampling_costs(sampler: Any, num_rows: int, vocab_size: int, *, repeats: int = 40) -> dict[str, float]:
-    """Median seconds of one call of the sampler for num_rows rows of random logits, for each of SAMPLINGS.
+def _time_sampling(sampler: Any, num_rows: int, vocab_size: int, times: dict[str, list[float]]) -> None:
+    """Add the seconds of calls of the sampler for num_rows rows of random logits, for each of SAMPLINGS.
 
     Each row has a history of 128 tokens for the penalties to look at. The logits are as spread as a model's.
     """
     rng = np.random.default_rng(0)
     logits = (rng.standard_normal((num_rows, vocab_size)) * 3).astype(np.float32)
     history = [array("i", rng.integers(0, vocab_size, 128).tolist()) for _ in range(num_rows)]
-    times: dict[str, list[float]] = {name: [] for name in SAMPLINGS}
     rows = {
         name: [SamplingRow(SamplingParams(**settings), r, 0, history[r], 64) for r in range(num_rows)]
         for name, settings in SAMPLINGS.items()
     }
-    for _ in range(repeats):  # in turns, so that a slow moment of the machine falls on both
+    for _ in range(_SAMPLES):  # in turns, so that a slow moment of the machine falls on both
         for name in SAMPLINGS:
             started = time.perf_counter()
             sampler.sample(logits, rows[name])
             times[name].append(time.perf_counter() - started)
-    return {name: float(np.median(values[repeats // 10 :])) for name, values in times.items()}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 import importlib
 import io
+import itertools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from minserve.bench.digest import Digest
@@ -47,83 +47,110 @@ def require_matplotlib() -> Any:
         return importlib.import_module("matplotlib.figure").Figure
     except ImportError as error:
         raise MinserveError(
-            'a picture needs Matplotlib, which is not installed here: pip install "minserve[plot]"'
+            "a picture needs Matplotlib, which is not installed here: pip install matplotlib "
+            "(or, in a checkout: pip install -e '.[plot]')"
         ) from error
 
 
-def plot(results: Mapping[str, LoadResult], path: str | Path, *, title: str) -> None:
-    """Write a picture of these runs to FILE.png, or to FILE.html together with the tables.
+def plot(results: Mapping[str, LoadResult], kind: str, *, title: str) -> bytes:
+    """A picture of these runs: a file of kind "png", or of kind "html" together with the tables.
 
     results: name of the run -> what it measured. The page needs nothing else: its picture is inline SVG.
-    Raises MinserveError without Matplotlib, OSError.
+    Raises MinserveError without Matplotlib.
     """
-    figure = _draw(results, title)
-    path = Path(path)
-    if path.suffix == ".html":
-        picture = io.StringIO()
-        figure.savefig(picture, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-        svg = picture.getvalue()
-        svg = svg[svg.index("<svg") :]  # without the XML declaration and the DTD, which HTML does not have
-        page = _PAGE.format(title=html.escape(title), picture=svg, tables=_tables(results))
-        path.write_text(page, encoding="utf-8")
-    else:
-        figure.savefig(path, format="png", dpi=110)
+    figure = draw(results, title)
+    if kind == "png":
+        png = io.BytesIO()
+        figure.savefig(png, format="png", dpi=110)
+        return png.getvalue()
+    picture = io.StringIO()
+    figure.savefig(picture, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = picture.getvalue()
+    svg = svg[svg.index("<svg") :]  # without the XML declaration and the DTD, which HTML does not have
+    return _PAGE.format(title=html.escape(title), picture=svg, tables=_tables(results)).encode()
 
 
-def _draw(results: Mapping[str, LoadResult], title: str) -> Any:
+def draw(results: Mapping[str, LoadResult], title: str) -> Any:
+    """The picture as Matplotlib's Figure: latencies above, what the steps did below. Raises MinserveError."""
     figure = require_matplotlib()(figsize=(15, 8), layout="constrained")
     figure.suptitle(title, fontsize=11)
     ((ttft, itl, e2e), (running, blocks, batch)) = figure.subplots(2, 3)
+    styles = _styles(results)
     for axes, name, label in (
         (ttft, "ttft", "TTFT: time to first token"),
         (itl, "itl", "ITL: gaps between tokens"),
         (e2e, "e2e", "E2E: time to last token"),
     ):
         axes.set_title(f"{label} (dots: p50 and p99)", fontsize=10)
-        for (run, result), colour in zip(results.items(), _COLOURS, strict=False):
-            _distribution(axes, getattr(result, name), run, colour)
+        for run, result in results.items():
+            _distribution(axes, getattr(result, name), label=run, **styles[run])
         axes.set_xlabel("seconds")
         axes.set_ylabel("share of requests" if name != "itl" else "share of gaps")
         axes.set_ylim(0, 1.02)
-    for (run, result), colour in zip(results.items(), _COLOURS, strict=False):
-        samples = result.engine.samples
+        _plain_log_labels(axes.xaxis)
+    for run, result in results.items():
+        samples, style = result.engine.samples, styles[run]
         times = [sample.time for sample in samples]
         whole = max(1, result.engine.num_blocks)
-        _steps(running, times, [s.running for s in samples], f"{run}: running", colour, "-")
-        _steps(running, times, [s.waiting for s in samples], f"{run}: waiting", colour, ":")
-        _steps(blocks, times, [s.used_blocks / whole for s in samples], f"{run}: in use", colour, "-")
-        _steps(blocks, times, [s.cached_blocks / whole for s in samples], f"{run}: cached, not in use", colour, ":")
-        batch.plot(times, [s.tokens for s in samples], ".", color=colour, markersize=2.5, label=run, alpha=0.7)
+        _steps(running, times, [s.running for s in samples], "-", label=f"{run}: running", **style)
+        _steps(running, times, [s.waiting for s in samples], ":", label=f"{run}: waiting", **style)
+        _steps(blocks, times, [s.used_blocks / whole for s in samples], "-", label=f"{run}: in use", **style)
+        _steps(blocks, times, [s.cached_blocks / whole for s in samples], ":", label=f"{run}: cached", **style)
+        batch.plot(times, [s.tokens for s in samples], ".", markersize=2.5, label=run, alpha=0.7, **style)
     running.set_title("Sequences after each step", fontsize=10)
+    running.set_ylim(bottom=0)
+    running.yaxis.get_major_locator().set_params(integer=True)
     blocks.set_title("KV blocks after each step, share of all", fontsize=10)
     blocks.set_ylim(0, 1.02)
     batch.set_title("Tokens computed in each step", fontsize=10)
-    batch.set_yscale("symlog", linthresh=1)
-    batch.set_ylim(bottom=0)
+    if any(sample.tokens for result in results.values() for sample in result.engine.samples):
+        batch.set_yscale("log")
+        _plain_log_labels(batch.yaxis)
     for axes in (running, blocks, batch):
         axes.set_xlabel("seconds from the start")
     for axes in figure.axes:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.lines:
-            axes.legend(fontsize=8, frameon=False)
+            axes.legend(fontsize=8, frameon=False, markerscale=4 if axes is batch else 1)
     return figure
 
 
-def _distribution(axes: Any, digest: Digest, label: str, colour: str) -> None:
+def _styles(results: Mapping[str, LoadResult]) -> dict[str, dict[str, Any]]:
+    """How each run is drawn. The first one, which the others are compared with, lies on top of them; where another
+    is the same, its wider line shows on both sides.
+    """
+    return {
+        run: {"color": colour, "zorder": 3 - 0.1 * i, "linewidth": 2.6 if i else 1.6}
+        for i, (run, colour) in enumerate(zip(results, itertools.cycle(_COLOURS), strict=False))
+    }
+
+
+def _distribution(axes: Any, digest: Digest, label: str, **style: Any) -> None:
     """The share of values up to x, with the median and the 99th percentile marked."""
     values, shares = digest.curve()
     if not values:
         return
-    axes.plot(values, shares, color=colour, label=label)
-    p50, p99 = digest.quantiles((0.5, 0.99))
-    axes.plot([p50, p99], [0.5, 0.99], "o", color=colour, markersize=4)
-    if values[0] > 0:
-        axes.set_xscale("log")
+    axes.plot(values, shares, label=label, **style)
+    axes.plot(digest.quantiles((0.5, 0.99)), [0.5, 0.99], "o", markersize=4, **style)
+    low, high = axes.dataLim.intervalx
+    axes.set_xscale("log" if values[0] > 0 and high > 3 * low else "linear")
 
 
-def _steps(axes: Any, times: list[float], values: list[float], label: str, colour: str, style: str) -> None:
-    axes.plot(times, values, style, color=colour, label=label, linewidth=1.2, drawstyle="steps-post")
+def _steps(axes: Any, times: list[float], values: list[float], line: str, **style: Any) -> None:
+    axes.plot(times, values, line, drawstyle="steps-post", **style)
+
+
+def _plain_log_labels(axis: Any) -> None:
+    """On a logarithmic axis, 0.05 and 200 for the ticks, not powers of ten; between the tens too if they are few."""
+    if axis.get_scale() != "log":
+        return
+    ticker = importlib.import_module("matplotlib.ticker")
+    low, high = axis.get_view_interval()
+    few = high < 1000 * low
+    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:.12g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _tables(results: Mapping[str, LoadResult]) -> str:
@@ -135,8 +162,10 @@ def _tables(results: Mapping[str, LoadResult]) -> str:
         parts.append(_table(LATENCY_COLUMNS, latency_rows(result)))
     if len(results) > 1:
         first, *others = results
-        columns = ("figure", *results, *(f"{first}/{other}" for other in others))
-        parts.append("<h2>Compared</h2>" + _table(columns, comparison_rows(results)))
+        for other in others:
+            columns = ("figure", first, other, "ratio")
+            rows = comparison_rows(results[first], results[other])
+            parts.append(f"<h2>Compared with {html.escape(other)}</h2>{_table(columns, rows)}")
     return "\n".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ def duration_text(seconds: float | None) -> str:
     """Seconds for people: 0.00012 -> 0.120 ms, 0.0123 -> 12.3 ms, 3.456 -> 3.46 s."""
     if seconds is None:
         return "-"
+    if 0 < seconds < 1e-5:
+        return f"{seconds * 1e6:.3g} us"
     if seconds >= 1:
         return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:,.0f} s"
     milliseconds = seconds * 1000
@@ -40,6 +43,21 @@ def duration_text(seconds: float | None) -> str:
 def share_text(share: float | None) -> str:
     """A share as a percentage."""
     return "-" if share is None else f"{share:.1%}"
+
+
+def ratio_text(ratio: float | None) -> str:
+    """A ratio in three significant digits: 0.0023x, 1.25x, 41.7x."""
+    if ratio is None:
+        return "-"
+    if ratio == 0:
+        return "0x"
+    digits = 2 - math.floor(math.log10(abs(ratio)))
+    return f"{ratio:,.{max(0, digits)}f}x" if digits < 9 else f"{ratio:.2e}x"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 request, 2 requests."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def number_text(number: float | None) -> str:
@@ -80,7 +98,11 @@ def figure_rows(result: LoadResult) -> list[tuple[str, str]]:
     utilization = engine.kv_utilization
     budget = engine.mean_tokens / engine.token_budget
     rows += [
-        ("steps", f"{engine.num_steps:,}, {duration_text(result.duration / max(1, engine.num_steps))} each"),
+        (
+            "steps",
+            f"{engine.num_steps:,}, {duration_text(engine.step_seconds / max(1, engine.num_steps))} each; "
+            f"busy {share_text(result.busy_share)} of the time",
+        ),
         (
             "batch",
             f"{number_text(engine.mean_sequences)} sequences a step, {number_text(engine.mean_tokens)} tokens a step "
@@ -94,15 +116,17 @@ def figure_rows(result: LoadResult) -> list[tuple[str, str]]:
         ),
         (
             "KV in use",
-            f"{share_text(utilization)} hold token states"
-            + ("" if utilization is None else f", {1 - utilization:.1%} fragmentation and reservation"),
+            "no block was in use"
+            if utilization is None
+            else f"of the slots in used blocks, {utilization:.1%} hold token states; the rest is fragmentation and "
+            "reservation",
         ),
         ("preemptions", f"{engine.num_preemptions:,}"),
         (
             "prefix cache",
             "not asked"
             if engine.prefix_hit_rate is None
-            else f"{engine.prefix_hit_rate:.1%} of {engine.cache_queries:,} tokens found",
+            else f"{engine.prefix_hit_rate:.1%} of {engine.cache_queries:,} prompt tokens found at first admission",
         ),
     ]
     return rows
@@ -118,16 +142,15 @@ def ratios(result: LoadResult, baseline: LoadResult) -> dict[str, float | None]:
     return found
 
 
-def comparison_rows(results: Mapping[str, LoadResult]) -> list[tuple[str, ...]]:
-    """A row a figure: its name, its value in each run, and the first run's ratio to each of the others."""
-    documents = [result.document() for result in results.values()]
+def comparison_rows(result: LoadResult, baseline: LoadResult) -> list[tuple[str, str, str, str]]:
+    """A row a figure: its name, its value in both runs, and this / baseline."""
+    mine, other = result.document(), baseline.document()
     rows = []
     for label, key, part in _COMPARED:
-        values = [_value(document, key, part) for document in documents]
+        values = _value(mine, key, part), _value(other, key, part)
         if any(value is not None for value in values):
-            shown = [_shown(key, part, value) for value in values]
-            compared = [_ratio(values[0], value) for value in values[1:]]
-            rows.append((label, *shown, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in compared)))
+            first, second = (_shown(key, part, value) for value in values)
+            rows.append((label, first, second, ratio_text(_ratio(*values))))
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minserve.errors import ParameterError, did_you_mean
 
@@ -22,11 +22,13 @@ class Slo:
     ttft: float = math.inf
     tpot: float = math.inf
     e2e: float = math.inf
+    words: Mapping[str, str] = field(default_factory=dict)  # limit -> what whoever set it calls it
 
     @classmethod
     def parse(cls, text: str) -> Slo:
         """From "ttft=0.5,itl=50ms,e2e=3": seconds, or milliseconds with ms. Raises ParameterError."""
         limits: dict[str, float] = {}
+        words: dict[str, str] = {}
         for item in text.split(","):
             key, _, value = item.strip().partition("=")
             if key not in _KEYS:
@@ -34,16 +36,19 @@ class Slo:
                     f"an SLO cannot be set for {key!r}{did_you_mean(key, _KEYS)}; there are ttft, itl, tpot and e2e, "
                     "as in ttft=0.5,itl=50ms"
                 )
-            limits[_KEYS[key]] = min(_seconds(key, value), limits.get(_KEYS[key], math.inf))
-        return cls(**limits)
+            name, limit = _KEYS[key], _seconds(key, value)
+            if limit < limits.get(name, math.inf):  # of two names for one thing, the stricter limit holds
+                limits[name], words[name] = limit, key
+        return cls(**limits, words=words)
 
     def met(self, ttft: float, tpot: float, e2e: float) -> bool:
         """Does a request with these latencies (seconds) meet every limit?"""
         return ttft <= self.ttft and tpot <= self.tpot and e2e <= self.e2e
 
     def limits(self) -> Mapping[str, float]:
-        """The limits that are set."""
-        return {name: value for name, value in vars(self).items() if math.isfinite(value)}
+        """The limits that are set, under the names that they were given."""
+        limits = {"ttft": self.ttft, "tpot": self.tpot, "e2e": self.e2e}
+        return {self.words.get(name, name): value for name, value in limits.items() if math.isfinite(value)}
 
 
 def _seconds(key: str, text: str) -> float:

@@ -16,13 +16,15 @@ from minserve.request import Request
 from minserve.sampling_params import SamplingParams
 
 _CHUNK = 512  # requests drawn at once
+_MOST_PREFIX_TOKENS = 50_000_000  # all prefixes are drawn before the first request; they take 16 bytes a token
 
 
 class TimedRequest(NamedTuple):
-    """A request and when it arrives, in seconds from the start of the load."""
+    """A request and when it arrives, in seconds from the start of the load. cut: was a length cut to fit?"""
 
     arrival: float
     request: Request
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,13 @@ class Workload:
         check_whole_number("num_requests", self.num_requests, 1)
         check_whole_number("shared_prefix_len", self.shared_prefix_len, 0)
         check_whole_number("num_prefixes", self.num_prefixes, 1)
-        check_whole_number("priority_levels", self.priority_levels, 1)
+        check_whole_number("priority_levels", self.priority_levels, 1, 2**31 - 1)
         check_whole_number("seed", self.seed, 0)
+        if self.num_prefixes * self.shared_prefix_len > _MOST_PREFIX_TOKENS:
+            raise ParameterError(
+                f"num_prefixes * shared_prefix_len must be at most {_MOST_PREFIX_TOKENS:,} tokens, not "
+                f"{shown(self.num_prefixes * self.shared_prefix_len)}"
+            )
         if self.max_concurrency is not None:
             check_whole_number("max_concurrency", self.max_concurrency, 1)
         for name, value, good in (
@@ -76,19 +83,29 @@ class Workload:
             raise ParameterError(f"prefix_share must be from 0 to 1, not {shown(self.prefix_share)}")
         SamplingParams(temperature=self.temperature)  # it knows the range
 
-    def check(self, max_model_len: int) -> None:
-        """Raise ParameterError if a request may not fit into a context of so many tokens."""
+    def check(self, max_model_len: int, *, pool_tokens: int | None = None, context: int | None = None) -> None:
+        """Raise ParameterError if a request may not fit into a context of so many tokens.
+
+        pool_tokens: what all KV blocks together hold, if that may be less. context: the most that max_model_len could
+        be raised to. The message names the smaller limit and what could be done about it.
+        """
         prompt = self.shared_prefix_len + (1 if self.input_len.may_cut else self.input_len.longest)
         answer = 1 if self.output_len.may_cut else self.output_len.longest
         if self.input_len.values and self.input_len.spec == self.output_len.spec:  # pairs of one file
             pairs = zip(self.input_len.values, self.output_len.values, strict=True)
             longest, answer = max(pairs, key=sum)
             prompt = self.shared_prefix_len + longest
-        if prompt + answer > max_model_len:
-            raise ParameterError(
-                f"the longest request, {prompt} tokens of prompt and {answer} of answer, does not fit max_model_len "
-                f"{max_model_len}; ask for shorter ones or raise --max-model-len"
-            )
+        of_pool = pool_tokens is not None and pool_tokens < max_model_len
+        limit = pool_tokens if pool_tokens is not None and of_pool else max_model_len
+        if prompt + answer <= limit:
+            return
+        if of_pool:
+            where, more = f"the KV cache, which holds {limit} tokens", " or raise --num-kv-blocks or --kv-cache-memory"
+        else:
+            where = f"max_model_len {limit}"
+            more = "" if context is not None and limit >= context else " or raise --max-model-len"
+        tokens = f"{prompt} token{'s' * (prompt != 1)} of prompt and {answer} of answer"
+        raise ParameterError(f"the longest request, {tokens}, does not fit {where}; ask for shorter requests{more}")
 
     def requests(
         self, vocab_size: int, max_model_len: int, *, special_ids: Collection[int] = ()
@@ -120,8 +137,11 @@ class Workload:
             prefix = choices.integers(0, self.num_prefixes, count).tolist()
             priority = choices.integers(0, self.priority_levels, count).tolist()
             room = max_model_len - self.shared_prefix_len * prefixed  # (count,), for the own part and the answer
-            own = np.minimum(self.input_len.draw(inputs, first, count), room - 1)
-            answer = np.minimum(self.output_len.draw(outputs, first, count), room - own).tolist()
+            wanted = self.input_len.draw(inputs, first, count), self.output_len.draw(outputs, first, count)
+            own = np.minimum(wanted[0], room - 1)
+            answers = np.minimum(wanted[1], room - own)
+            cut = ((own < wanted[0]) | (answers < wanted[1])).tolist()
+            answer = answers.tolist()
             ends = np.cumsum(own).tolist()
             drawn = ids[tokens.integers(0, len(ids), ends[-1])]  # (sum of own,) Python ints
             for i, (start, end) in enumerate(itertools.pairwise((0, *ends))):
@@ -131,7 +151,7 @@ class Workload:
                 request = Request(
                     f"load-{first + i}", prompt, self._params(params, answer[i], first + i), priority=priority[i]
                 )
-                yield TimedRequest(arrivals[i], request)
+                yield TimedRequest(arrivals[i], request, cut[i])
 
     def _arrivals(self, rng: np.random.Generator, clock: float, count: int) -> list[float]:
         """Seconds from the start at which the next `count` requests arrive, after one that came at `clock`."""

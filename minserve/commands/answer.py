@@ -134,7 +134,8 @@ def interruptible() -> Iterator[Interrupt]:
 def figures(output: RequestOutput, max_tokens: int | None) -> str:
     """The line after an answer: prompt tokens, prefill speed, TTFT, decode speed, KV blocks, why it ended."""
     metrics = output.metrics
-    parts = [f"{metrics.num_prompt_tokens} prompt tokens"]
+    cached = f" ({metrics.num_cached_tokens} cached)" if metrics.num_cached_tokens else ""
+    parts = [f"{metrics.num_prompt_tokens} prompt tokens{cached}"]
     if (rate := metrics.prefill_tokens_per_second) is not None:
         parts.append(f"prefill {_rate(rate)} tok/s")
     if (ttft := metrics.ttft) is not None:
@@ -161,7 +162,8 @@ def cut_because(output: RequestOutput, max_tokens: int | None) -> str | None:
 
 def metrics_document(metrics: RequestMetrics) -> dict[str, Any]:
     """The figures of one request for --json, under the names of RequestMetrics; times in seconds."""
-    names = ["num_prompt_tokens", "num_output_tokens", "num_kv_blocks", "ttft", "prefill_seconds"]
+    names = ["num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_kv_blocks", "num_preemptions"]
+    names += ["ttft", "prefill_seconds"]
     names += ["prefill_tokens_per_second", "decode_seconds", "decode_tokens_per_second"]
     return {name: getattr(metrics, name) for name in names}
 

@@ -50,6 +50,17 @@ def parse(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def in_options(message: str, parser: argparse.ArgumentParser) -> str:
+    """An error's message that begins with a field ("request_rate must be ..."), with the options that set fields."""
+    actions = parser._actions  # argparse has no public name for them
+    options = {action.dest: max(action.option_strings, key=len) for action in actions if action.option_strings}
+    first, *_ = message.split(" ", 1)
+    if first not in options:
+        return message
+    rest = re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda word: options.get(word[0], word[0]), message[len(first) :])
+    return options[first] + rest
+
+
 def at_least(low: int) -> Callable[[str], int]:
     """An argparse type: a whole number of at least low."""
 

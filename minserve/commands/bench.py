@@ -12,7 +12,8 @@ from minserve.commands.calibration import add_calibration_options, run_calibrati
 from minserve.commands.common import blame, load_llm
 from minserve.commands.engine_arguments import add_engine_options
 from minserve.commands.run_arguments import add_run_options
-from minserve.commands.workload_arguments import add_workload_options, workload
+from minserve.commands.workload_arguments import add_workload_options, check_fits, note_unused, workload
+from minserve.errors import ParameterError
 
 if TYPE_CHECKING:
     from minserve.commands.load_runs import Stand
@@ -47,12 +48,13 @@ def add_parser(commands: Any) -> None:
     add_workload_options(parser, num_requests=64, scale=0.25)
     add_run_options(parser)
     group = parser.add_argument_group("instead of a load")
-    group.add_argument(
+    modes = group.add_mutually_exclusive_group()
+    modes.add_argument(
         "--overhead",
         action="store_true",
         help="measure what a step of --max-num-seqs sequences takes outside the model, and what events cost",
     )
-    add_calibration_options(group)
+    add_calibration_options(group, modes)
     add_engine_options(parser)
     add_model_options(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -60,6 +62,7 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0, 1 if a request failed, 130 after Ctrl-C. Raises MinserveError, OSError."""
+    refuse_unused(args)
     if args.overhead:
         from minserve.commands.bench_overhead import run_overhead
 
@@ -73,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from minserve.commands.load_runs import LoadRuns
 
     load = workload(args)  # before the model, so that a mistake is told at once
+    note_unused(args)
     if args.plot is not None:
         from minserve.bench.plot import require_matplotlib
 
@@ -80,10 +84,30 @@ def run(args: argparse.Namespace) -> int:
     llm = load_llm(args)
     runs = LoadRuns(lambda **changes: new_stand(llm, **changes), load, args)
     with blame(args.backend, "it was measured"):
-        load.check(runs.new_stand().engine.config.longest_sequence)
+        check_fits(load, llm.engine.config, llm.config.max_position_embeddings)
         warm_up(llm)
         runs.run()
     return runs.show(subject(llm), document("bench", llm))
+
+
+def refuse_unused(args: argparse.Namespace) -> None:
+    """Raise ParameterError for an option that would do nothing beside --overhead, --calibrate or --predict."""
+    options = argparse.ArgumentParser()
+    add_workload_options(options, num_requests=1, scale=1.0)
+    of_load = {*vars(options.parse_args([])), "baseline", "plot", "trace"}
+    if args.overhead:
+        where, unused = "with --overhead", {*of_load, "cost", "calibration_seconds"}
+    elif args.calibrate is not None:
+        where, unused = "with --calibrate", {*of_load, "cost"} - {"temperature"}
+    elif not args.predict:
+        where, unused = "without --predict", {"cost", "calibration_seconds"}
+    elif args.cost is None:
+        where, unused = "with --predict", {"plot"}
+    else:
+        where, unused = "with --predict --cost", {"plot", "calibration_seconds"}
+    for dest in sorted(unused):
+        if getattr(args, dest) != args.parser.get_default(dest):
+            raise ParameterError(f"--{dest.replace('_', '-')} has no effect {where}")
 
 
 def new_stand(llm: LLM, **changes: Any) -> Stand:

@@ -7,14 +7,15 @@ import dataclasses
 import math
 import os
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minserve import __version__
 from minserve.commands.common import blame, load_llm
 from minserve.commands.engine_arguments import engine_options
-from minserve.commands.output import count, facts, say, table, write_json
+from minserve.commands.exit_codes import INTERRUPTED
+from minserve.commands.output import count, facts, note, say, table, write_json
 from minserve.commands.progress import StageProgress
+from minserve.commands.whole_file import whole_file, writable_file
 
 if TYPE_CHECKING:
     from minserve.llm import LLM
@@ -26,15 +27,15 @@ _MOST_SECONDS = 3600.0
 _COLUMNS = ("kind of step", "tokens", "measured", "fitted", "error")
 
 
-def add_calibration_options(group: Any) -> None:
-    """--calibrate, --predict, --cost and --calibration-seconds, for a group of a parser's options."""
-    group.add_argument(
+def add_calibration_options(group: Any, modes: Any) -> None:
+    """--calibrate and --predict, of which (and of other `modes`) one may be given; --cost, --calibration-seconds."""
+    modes.add_argument(
         "--calibrate",
-        type=new_file,
+        type=writable_file,
         metavar="FILE.json",
         help="time steps of many kinds and write the cost model that explains them, for `minserve simulate --cost`",
     )
-    group.add_argument(
+    modes.add_argument(
         "--predict",
         action="store_true",
         help="run the load, then simulate it, and compare; calibrates between the steps of the run, on a stopped clock",
@@ -45,17 +46,9 @@ def add_calibration_options(group: Any) -> None:
     group.add_argument(
         "--calibration-seconds",
         type=calibration_seconds,
-        default=DEFAULT_SECONDS,
         metavar="S",
-        help="how long to calibrate, about (with --predict: at least) (default: %(default)g)",
+        help=f"how long to calibrate, about (with --predict: at least) (default: {DEFAULT_SECONDS:g})",
     )
-
-
-def new_file(path: str) -> str:
-    """An argparse type: a file, there or not, in a folder that is there."""
-    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a folder, or in a folder that is not there")
-    return path
 
 
 def calibration_seconds(text: str) -> float:
@@ -64,27 +57,42 @@ def calibration_seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value <= _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"must be seconds from 0 to {_MOST_SECONDS:g}, not {text!r}")
+    if not 0 < value <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"must be seconds above 0, up to {_MOST_SECONDS:g}, not {text!r}")
     return value
 
 
 def run_calibration(args: argparse.Namespace) -> int:
-    """Measure, fit, print, write the file, and end with a JSON line. Raises MinserveError, OSError."""
+    """Measure, fit, print, write the file, and end with a JSON line; 0, or 130 after Ctrl-C.
+
+    Ctrl-C ends the measuring; if each kind of step was measured by then, there is a cost model all the same. Raises
+    MinserveError, OSError.
+    """
     from minserve.simulate.calibration import fit
 
     llm = load_llm(args, **engine_options(args))
-    calibration = fit(observe(llm, args, args.calibration_seconds), source_of(llm))
-    calibration.cost_model.save(args.calibrate)
+    measurer = new_measurer(llm, args)
+    try:
+        observations = observe(measurer, args)
+    except KeyboardInterrupt:
+        note(f"interrupted before each kind of step was measured; {args.calibrate} was not written")
+        return INTERRUPTED
+    calibration = fit(observations, source_of(llm))
+    with whole_file(args.calibrate) as part:
+        calibration.cost_model.save(part)
     show(calibration, args.calibrate)
     write_json({"command": "bench --calibrate", "file": args.calibrate, **calibration_document(calibration)})
+    if measurer.interrupted:
+        note("interrupted: the cost model is of what was measured until then")
+        return INTERRUPTED
     return 0
 
 
-def observe(llm: LLM, args: argparse.Namespace, seconds: float) -> list[Observation]:
-    """Measured steps of this model. Raises MinserveError."""
+def observe(measurer: StepMeasurer, args: argparse.Namespace) -> list[Observation]:
+    """Measured steps. Raises MinserveError; KeyboardInterrupt, if they are too few."""
+    seconds = args.calibration_seconds or DEFAULT_SECONDS
     with StageProgress("steps", opening="preparing", quiet=args.quiet) as bar, blame(args.backend, "it was measured"):
-        return new_measurer(llm, args).measure(seconds, lambda done, total: bar("calibrate", round(done), round(total)))
+        return measurer.measure(seconds, lambda done, total: bar("calibrate", round(done), round(total)))
 
 
 def new_measurer(llm: LLM, args: argparse.Namespace) -> StepMeasurer:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from minserve.commands.answer import AnswerPrinter, cut_because, figures, follow
 from minserve.commands.arguments import add_model_options, add_sampling_options, clean, sampling_params
-from minserve.commands.common import FAILED, load_llm
+from minserve.commands.common import load_llm
 from minserve.commands.conversation import Conversation, Turn
 from minserve.commands.engine_arguments import add_engine_options
+from minserve.commands.exit_codes import FAILED
 from minserve.commands.output import aside, note, one_line, write_text
 from minserve.errors import MinserveError, ParameterError, did_you_mean
 from minserve.request import RequestOutput

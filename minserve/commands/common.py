@@ -1,4 +1,4 @@
-"""What the commands that run a model share: loading it, and the process's exit codes."""
+"""What the commands that run a model share: loading it, and whom to blame."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ from minserve.errors import BackendError, MinserveError, in_words
 
 if TYPE_CHECKING:
     from minserve.llm import LLM
-
-FAILED = 1  # an answer failed, or something is broken
-USER_ERROR = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-READER_GONE = 141  # 128 + SIGPIPE
 
 
 def load_llm(args: argparse.Namespace, **overrides: Any) -> LLM:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from minserve.commands.whole_file import whole_file
 from minserve.errors import ParameterError
 
 Message = dict[str, str]
@@ -77,5 +78,6 @@ class Conversation:
             text = json.dumps(messages, indent=2, ensure_ascii=False) + "\n"
         else:
             text = "".join(f"{message['role']}:\n{message['content']}\n\n" for message in messages)
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        with whole_file(path) as part:
+            part.write_text(text, encoding="utf-8", errors="backslashreplace")
         self._saved.add(path)

@@ -17,7 +17,7 @@ from typing import Any
 
 from minserve import __version__
 from minserve.commands.arguments import add_json_option
-from minserve.commands.common import FAILED
+from minserve.commands.exit_codes import FAILED
 from minserve.commands.output import say, size, visible, write_json
 
 EXAMPLES = """\

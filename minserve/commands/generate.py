@@ -17,8 +17,9 @@ from minserve.commands.arguments import (
     sampling_params,
     whole_number,
 )
-from minserve.commands.common import FAILED, INTERRUPTED, load_llm
+from minserve.commands.common import load_llm
 from minserve.commands.engine_arguments import add_engine_options
+from minserve.commands.exit_codes import FAILED, INTERRUPTED
 from minserve.commands.output import aside, note, say, table, write_json
 from minserve.errors import ParameterError
 from minserve.request import RequestOutput

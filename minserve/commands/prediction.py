@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minserve.bench.report import duration_text, number_text
 from minserve.commands.bench import document, new_stand, subject, warm_up
-from minserve.commands.calibration import calibration_document, new_measurer, source_of
-from minserve.commands.common import FAILED, INTERRUPTED, blame, load_llm
+from minserve.commands.calibration import DEFAULT_SECONDS, calibration_document, new_measurer, source_of
+from minserve.commands.common import blame, load_llm
 from minserve.commands.engine_arguments import engine_options
-from minserve.commands.load_runs import LoadRuns, Stand
+from minserve.commands.exit_codes import INTERRUPTED
+from minserve.commands.load_runs import MAIN_RUN, LoadRuns, Stand
 from minserve.commands.output import facts, note, say, table, write_json
 from minserve.commands.progress import StageProgress
-from minserve.commands.workload_arguments import workload, workload_document, workload_text
+from minserve.commands.workload_arguments import check_fits, note_unused, workload, workload_document, workload_text
 from minserve.simulate.calibration import Calibration, fit
 from minserve.simulate.cost_model import CostModel
 from minserve.simulate.interleaved_calibration import InterleavedCalibration
@@ -73,24 +74,30 @@ def run_prediction(args: argparse.Namespace) -> int:
     Without --cost it calibrates, most of it between the steps of the run. Raises MinserveError, OSError.
     """
     load = workload(args)
+    note_unused(args)
     cost_model = None if args.cost is None else CostModel.load(args.cost)  # a mistake is told before the model loads
     llm = load_llm(args, **engine_options(args))
-    load.check(llm.engine.config.longest_sequence)
-    calibration = None
+    check_fits(load, llm.engine.config, llm.config.max_position_embeddings)
+    calibration, stopped = None, False
     with blame(args.backend, "it was measured"):
         warm_up(llm)
         if cost_model is not None:
             real = LoadRuns(lambda **changes: new_stand(llm, **changes), load, args)
             real.run()
         else:
-            real, calibration = _run_and_calibrate(llm, args)
+            real, calibration, stopped = _run_and_calibrate(llm, args)
             cost_model = calibration.cost_model
-    if any(result.interrupted for result in real.results.values()):
-        note("interrupted: a load that did not come to its end cannot be compared")
-        return INTERRUPTED
-    simulated = _simulate(cost_model, llm.engine.config, args)
-    pairs = {name: compare(result, simulated[name]) for name, result in real.results.items()}
-    facts(f"Measured and simulated: {subject(llm)}", [("load", workload_text(load)), *_provenance(args, calibration)])
+    # A load that did not come to its end cannot be compared with one that did.
+    whole = {name: result for name, result in real.results.items() if not result.interrupted}
+    simulated = _simulate(cost_model, llm.engine.config, args, whole)
+    pairs = {name: compare(whole[name], result) for name, result in simulated.items()}
+    stopped = stopped or len(simulated) < len(real.results)
+    if stopped:
+        real.say_figures(subject(llm))
+    if pairs:
+        provenance = _provenance(args, calibration)
+        facts(f"Measured and simulated: {subject(llm)}", [("load", workload_text(load)), *provenance])
+        say()
     for name, rows in pairs.items():
         table(_COLUMNS, [_shown(row) for row in rows], title=f"Run: {name}", right=_COLUMNS[1:4])
         say()
@@ -102,21 +109,20 @@ def run_prediction(args: argparse.Namespace) -> int:
             "simulated": {name: result.document() for name, result in simulated.items()},
             "errors": {name: {_key(row.figure): row.error for row in rows} for name, rows in pairs.items()},
             "target": TARGET,
-            "within_target": all(
-                row.error is not None and abs(row.error) <= TARGET
-                for rows in pairs.values()
-                for row in rows
-                if row.figure.judged and row.measured is not None
-            ),
+            "within_target": _within_target(pairs) if pairs else None,
             "cost_model": cost_model,
             "calibration": None if calibration is None else calibration_document(calibration),
         }
     )
-    return FAILED if any(result.num_failed for result in real.results.values()) else 0
+    real.note_cuts()
+    if stopped and not real.interrupted:
+        note("interrupted: the comparison is of what was measured until then")
+        return INTERRUPTED
+    return real.exit_code()
 
 
-def _run_and_calibrate(llm: LLM, args: argparse.Namespace) -> tuple[LoadRuns, Calibration]:
-    """The load and its baselines, and what steps took in the same minutes."""
+def _run_and_calibrate(llm: LLM, args: argparse.Namespace) -> tuple[LoadRuns, Calibration, bool]:
+    """The load and its baselines, what steps took in the same minutes, and whether Ctrl-C ended the measuring."""
     calibration = InterleavedCalibration(new_measurer(llm, args))
 
     def stand(**changes: Any) -> Stand:
@@ -128,26 +134,44 @@ def _run_and_calibrate(llm: LLM, args: argparse.Namespace) -> tuple[LoadRuns, Ca
         bar("calibrate", round(done), round(total))
 
     runs = LoadRuns(stand, workload(args), args)
+    stopped = False
     with StageProgress("steps", opening="preparing", quiet=args.quiet) as bar:
         calibration.measure(0.0, show)
     runs.run()
-    if not any(result.interrupted for result in runs.results.values()):
-        with StageProgress("steps", opening="preparing", quiet=args.quiet) as bar:
-            calibration.measure(args.calibration_seconds, show)
-    return runs, fit(calibration.observations, source_of(llm), level=calibration.during)
+    if not runs.interrupted:
+        try:
+            with StageProgress("steps", opening="preparing", quiet=args.quiet) as bar:
+                calibration.measure(args.calibration_seconds or DEFAULT_SECONDS, show)
+        except KeyboardInterrupt:  # each kind of step was measured before the run
+            stopped = True
+    return runs, fit(calibration.observations, source_of(llm), level=calibration.during), stopped
 
 
-def _simulate(cost_model: CostModel, config: EngineConfig, args: argparse.Namespace) -> dict[str, LoadResult]:
-    """The load and its baselines on simulated engines of that size."""
+def _simulate(
+    cost_model: CostModel, config: EngineConfig, args: argparse.Namespace, measured: Mapping[str, LoadResult]
+) -> dict[str, LoadResult]:
+    """The load and its baselines, as far as they were measured, on simulated engines of that size.
+
+    Without those that Ctrl-C ended.
+    """
 
     def stand(**changes: Any) -> Stand:
         engine, clock = simulated_engine(cost_model, replace(config, **changes))
         return Stand(engine, clock.advance)
 
+    if MAIN_RUN not in measured:
+        return {}
     # The trace is of the real run.
-    runs = LoadRuns(stand, workload(args), argparse.Namespace(**{**vars(args), "trace": None}), prepare=False)
+    changes = {"trace": None, "baseline": [name for name in measured if name != MAIN_RUN]}
+    runs = LoadRuns(stand, workload(args), argparse.Namespace(**{**vars(args), **changes}), prepare=False)
     runs.run()
-    return runs.results
+    return {name: result for name, result in runs.results.items() if not result.interrupted}
+
+
+def _within_target(pairs: Mapping[str, list[Compared]]) -> bool:
+    """Is every judged figure that was measured within TARGET?"""
+    judged = [row for rows in pairs.values() for row in rows if row.figure.judged and row.measured is not None]
+    return all(row.error is not None and abs(row.error) <= TARGET for row in judged)
 
 
 def compare(measured: LoadResult, simulated: LoadResult) -> list[Compared]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from minserve.commands.whole_file import writable_file
 
 # name -> what the baseline changes in the engine's options
 BASELINES: Mapping[str, Mapping[str, Any]] = {
@@ -27,14 +28,17 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         "holds KV blocks for max_model_len), no-prefix-cache, no-chunked-prefill; may be given again",
     )
     group.add_argument("--plot", type=picture, metavar="FILE", help="draw the figures into FILE.png or FILE.html")
-    group.add_argument("--trace", metavar="FILE.jsonl", help="write every event of the first run, a line of JSON each")
+    group.add_argument(
+        "--trace",
+        type=writable_file,
+        metavar="FILE.jsonl",
+        help="write every event of the first run, a line of JSON each",
+    )
     group.add_argument("--quiet", "-q", action="store_true", help="no progress bar")
 
 
 def picture(path: str) -> str:
-    """An argparse type: a file whose name ends in .png or .html, in a folder that is there."""
-    if not path.endswith((".png", ".html")):
+    """An argparse type: a file that could be written and whose name ends in .png or .html."""
+    if not path.lower().endswith((".png", ".html")):
         raise argparse.ArgumentTypeError(f"a picture is FILE.png or FILE.html, not {path!r}")
-    if not Path(path).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{path}: there is no such folder")
-    return path
+    return writable_file(path)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from minserve.commands.arguments import at_least
 from minserve.commands.engine_arguments import add_engine_options, engine_options
-from minserve.commands.output import note, say
+from minserve.commands.output import note
 from minserve.commands.run_arguments import add_run_options
-from minserve.commands.workload_arguments import add_workload_options, workload
+from minserve.commands.workload_arguments import add_workload_options, check_fits, note_unused, workload
 
 if TYPE_CHECKING:
     from minserve.commands.load_runs import LoadRuns, Stand
@@ -62,9 +62,11 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print; 0, or 130 after Ctrl-C. Raises MinserveError, OSError."""
+    from minserve.bench.report import duration_text
     from minserve.simulate.cost_model import CostModel, default_cost_model
 
     load = workload(args)
+    note_unused(args)
     cost_model = default_cost_model() if args.cost is None else CostModel.load(args.cost)
     if args.plot is not None:
         from minserve.bench.plot import require_matplotlib
@@ -77,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
     runs.run()
     wall_seconds = time.perf_counter() - started
     simulated_seconds = sum(result.duration for result in runs.results.values())
-    say(f"{simulated_seconds:,.1f} s, simulated in {wall_seconds:.1f} s")
-    say()
     document = {
         "command": "simulate",
         "cost_model": cost_model,
@@ -88,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
     }
     source = cost_model.source
     name = f"{source.get('model', 'unnamed model')} on {source.get('backend', 'unnamed backend')}"
-    return runs.show(f"Simulated: {name}", document)
+    num_runs = len(runs.results)
+    together = {1: "", 2: ", both runs together"}.get(num_runs, f", all {num_runs} runs together")
+    took = duration_text(wall_seconds)
+    closing = f"{simulated_seconds:,.1f} s on the virtual clock{together}, simulated in {took}"
+    return runs.show(f"Simulated: {name}", document, closing)
 
 
 def simulated_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,11 +103,11 @@ def simulated_options(args: argparse.Namespace) -> dict[str, Any]:
 def simulated_runs(args: argparse.Namespace, cost_model: CostModel, options: dict[str, Any]) -> LoadRuns:
     """The load of these options on simulated engines. Raises ParameterError if it does not fit them."""
     from minserve.commands.load_runs import LoadRuns, Stand
-    from minserve.simulate.simulated_engine import simulated_config, simulated_engine
+    from minserve.simulate.simulated_engine import context_of, simulated_config, simulated_engine
 
     config = simulated_config(cost_model, **options)
     load = workload(args)
-    load.check(config.longest_sequence)
+    check_fits(load, config, context_of(cost_model))
 
     def new_stand(**changes: Any) -> Stand:
         engine, clock = simulated_engine(cost_model, replace(config, **changes))

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 from minserve.bench.slo import Slo
 from minserve.commands.arguments import any_number, at_least
+from minserve.commands.output import note
 from minserve.errors import ParameterError
 
 if TYPE_CHECKING:
     from minserve.bench.workload import Workload
+    from minserve.engine.engine_config import EngineConfig
 
 
 def slo_limits(text: str) -> Slo:
@@ -96,7 +98,7 @@ def add_workload_options(parser: argparse.ArgumentParser, *, num_requests: int, 
         "--slo",
         type=slo_limits,
         metavar="LIMITS",
-        help="count the requests that met these, as in ttft=0.5,itl=50ms,e2e=3 (seconds; itl: a request's mean)",
+        help="count the requests that met these, as in ttft=0.5,itl=50ms,e2e=3 (seconds; itl is a request's mean)",
     )
 
 
@@ -121,19 +123,40 @@ def workload(args: argparse.Namespace) -> Workload:
     )
 
 
+def check_fits(load: Workload, config: EngineConfig, context: int) -> None:
+    """Raise ParameterError if a request may not fit the engine. context: the most that max_model_len could be."""
+    load.check(config.max_model_len, pool_tokens=config.num_kv_blocks * config.block_size, context=context)
+
+
+def note_unused(args: argparse.Namespace) -> None:
+    """Say which options have no effect beside the others."""
+    without = "has no effect without"
+    if args.priority_levels > 1 and args.scheduling_policy != "priority":
+        note(f"note: --priority-levels {without} --scheduling-policy priority")
+    if args.burstiness != 1 and math.isinf(args.request_rate):
+        note(f"note: --burstiness {without} --request-rate")
+    if (args.num_prefixes > 1 or args.prefix_share != 1) and not args.shared_prefix_len:
+        note(f"note: {'--num-prefixes' if args.num_prefixes > 1 else '--prefix-share'} {without} --shared-prefix-len")
+
+
 def workload_document(load: Workload) -> dict[str, object]:
-    """The workload for JSON."""
-    return {**vars(load), "input_len": load.input_len.spec, "output_len": load.output_len.spec}
+    """The workload for JSON. A request_rate of infinity, which JSON has not, is "inf"."""
+    rate = "inf" if math.isinf(load.request_rate) else load.request_rate
+    lengths = {"input_len": load.input_len.spec, "output_len": load.output_len.spec}
+    return {**vars(load), **lengths, "request_rate": rate}
 
 
 def workload_text(load: Workload) -> str:
     """The workload in one line."""
+    from minserve.bench.report import counted
+
     same = load.input_len.spec == load.output_len.spec
     lengths = load.input_len.spec if same else f"{load.input_len.spec} -> {load.output_len.spec}"
     rate = "all at once" if math.isinf(load.request_rate) else f"{load.request_rate:g} a second"
-    parts = [f"{load.num_requests:,} requests, {rate}", f"lengths {lengths}"]
+    parts = [f"{counted(load.num_requests, 'request')}, {rate}", f"lengths {lengths}"]
     if load.max_concurrency is not None:
         parts.append(f"at most {load.max_concurrency} under way")
     if load.shared_prefix_len:
-        parts.append(f"{load.prefix_share:.0%} share {load.num_prefixes} prefix(es) of {load.shared_prefix_len} tokens")
+        prefixes = "a prefix" if load.num_prefixes == 1 else f"{load.num_prefixes:,} prefixes"
+        parts.append(f"{load.prefix_share:.0%} share {prefixes} of {counted(load.shared_prefix_len, 'token')}")
     return ", ".join([*parts, f"seed {load.seed}"])

@@ -56,7 +56,7 @@ class AsyncLLMEngine:
             raise ParameterError(f"generate takes a Request, not {shown(request)}")
         self.engine.check(request)
         if request.arrival_time is None:
-            request.arrival_time = self.engine.clock()
+            request = dataclasses.replace(request, arrival_time=self.engine.clock())
         stream = _Stream(asyncio.get_running_loop())
         self._enter(request, stream)
         try:
@@ -175,7 +175,7 @@ class _Stream:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._bell = asyncio.Event()
-        self._latest: RequestOutput | Exception | None = None
+        self._latest: deque[RequestOutput | Exception] = deque(maxlen=1)  # a newer one takes its place
         self._last = False  # is there nothing to come after the latest?
         self.ended = False  # has the consumer seen the last?
 
@@ -184,7 +184,7 @@ class _Stream:
         if self._last:
             return True
         self._last = isinstance(news, Exception) or news.finished
-        self._latest = news
+        self._latest.append(news)
         try:
             self._loop.call_soon_threadsafe(self._bell.set)
         except RuntimeError:
@@ -193,10 +193,10 @@ class _Stream:
 
     async def next(self) -> RequestOutput:
         """Called in the coroutine: the latest state, once there is one that it has not seen. Raises what was put."""
-        while self._latest is None:
+        while not self._latest:
             await self._bell.wait()
             self._bell.clear()
-        news, self._latest = self._latest, None
+        news = self._latest.popleft()
         self.ended = isinstance(news, Exception) or news.finished
         if isinstance(news, Exception):
             raise news

@@ -10,7 +10,7 @@ from minserve.errors import MinserveError
 
 
 class Changes:
-    """Guards an engine's state: several threads may change it, one after another, and Ctrl-C may fall between any two lines.
+    """Guards an engine's state: threads change it one after another, and Ctrl-C may fall between any two lines.
 
     repair: called before the next change if the last one was not completed. at_end: called when one is about to be.
     lock: reentrant, because Python may clean up a stream that nobody holds any more in the middle of a step.

@@ -102,12 +102,11 @@ class LLMEngine:
 
     def _add(self, request: Request, root: bytes) -> RequestOutput:
         with self._changes.one():
-            if request.arrival_time is None:
-                request.arrival_time = self.clock()
             self._arrivals += 1
             state = RequestState(
                 request,
                 self.tokenizer,
+                arrival_time=self.clock() if request.arrival_time is None else request.arrival_time,
                 order=self._arrivals,
                 max_model_len=self.config.longest_sequence,
                 cache_root=root,

@@ -125,7 +125,7 @@ class OutputProcessor:
     def _leave(self, state: RequestState, answer: Answer) -> None:
         """Take an answer's sequence out of the scheduler."""
         metrics, seq = state.output.metrics, answer.seq
-        metrics.num_kv_blocks = max(metrics.num_kv_blocks, len(seq.block_table))
+        metrics.num_kv_blocks = max(metrics.num_kv_blocks, seq.most_blocks, len(seq.block_table))
         self._scheduler.remove(seq)
 
     def end(self, state: RequestState, reason: FinishReason, error: str | None = None) -> None:
@@ -151,7 +151,7 @@ class OutputProcessor:
 
     def recover(self) -> None:
         """Start over from what is known of each request: its tokens. Only the one that was being changed ends."""
-        touched, self._touched = self._touched, None
+        touched = self._touched
         states = list(self.requests.values())
         self._scheduler.clear()
         self._blocks.clear(answer.seq for state in states for answer in state.answers)
@@ -170,3 +170,4 @@ class OutputProcessor:
                 continue
             if state is touched or not waiting:
                 self.end(state, FinishReason.ABORT)
+        self._touched = None  # last: a repair that is interrupted itself begins again, and must still know

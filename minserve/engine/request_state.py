@@ -10,6 +10,7 @@ import numpy as np
 from minserve.engine.answer import Answer
 from minserve.engine.output_text import OutputText
 from minserve.engine.sampler import SampledToken, SamplingRow, check_logits, log_softmax
+from minserve.ops.sampling import most_probable
 from minserve.request import (
     CompletionOutput,
     FinishReason,
@@ -26,12 +27,20 @@ from minserve.text.tokenizer import Tokenizer
 class RequestState:
     """One request's answers, and the RequestOutput that they add up to.
 
-    order: of its arrival. max_model_len: tokens that a sequence may have at most, prompt included. cache_root: the
-    digest of its CacheIdentity. The first answer is started at once, the others when the prompt has been computed.
+    arrival_time: seconds, the engine's clock. order: which arrival of all it is. max_model_len: tokens that a sequence
+    may have at most, prompt included. cache_root: the digest of its CacheIdentity.
+    The first answer is started at once, the others when the prompt has been computed.
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, *, order: int, max_model_len: int, cache_root: bytes
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        arrival_time: float,
+        order: int,
+        max_model_len: int,
+        cache_root: bytes,
     ) -> None:
         params = request.sampling_params
         self.request = request
@@ -53,7 +62,7 @@ class RequestState:
             prompt_token_ids=request.prompt_token_ids,
             outputs=[self._empty_completion(i) for i in range(params.n)],
             finished=False,
-            metrics=RequestMetrics(arrival_time=request.arrival_time or 0.0, num_prompt_tokens=num_prompt_tokens),
+            metrics=RequestMetrics(arrival_time=arrival_time, num_prompt_tokens=num_prompt_tokens),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         self.answers: list[Answer] = []  # the started ones, in order
@@ -145,18 +154,14 @@ class RequestState:
 
     def _top_logprobs(self, logprobs: np.ndarray, token_id: int, count: int) -> TokenLogprobs:
         """The token's own entry and those of the `count` most probable tokens."""
-        top: list[int] = []
+        entries = {token_id: int(np.count_nonzero(logprobs > logprobs[token_id])) + 1}  # id -> rank
         if count:
-            count = min(count, logprobs.size)
-            best = np.argpartition(-logprobs, count - 1)[:count]
-            top = best[np.lexsort((best, -logprobs[best]))].tolist()
-        ids = [token_id, *(i for i in top if i != token_id)]
-        return {
-            i: Logprob(
-                float(logprobs[i]), int(np.count_nonzero(logprobs > logprobs[i])) + 1, self._tokenizer.decode([i])
-            )
-            for i in ids
-        }
+            top = most_probable(logprobs, min(count, logprobs.size))
+            falling = -logprobs[top]
+            ranks = np.searchsorted(falling, falling, side="left") + 1  # equal ones share the first one's
+            entries |= dict(zip(top.tolist(), ranks.tolist(), strict=True))
+        decode = self._tokenizer.decode
+        return {i: Logprob(float(logprobs[i]), rank, decode([i])) for i, rank in entries.items()}
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """End every answer that has not ended yet, for the same reason."""

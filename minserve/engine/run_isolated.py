@@ -50,7 +50,10 @@ def run_isolated(runner: Runner, batch: ScheduledBatch, fail: Callable[[Sequence
 def sample_isolated(sampler: TokenSampler, logits: np.ndarray, rows: Seq[SamplingRow]) -> Seq[SampledToken | Exception]:
     """A token for each row of logits (R, V), or what went wrong with it; as above if the sampler itself raises."""
     try:
-        return sampler.sample(logits, rows)
+        results = sampler.sample(logits, rows)
+        if len(results) != len(rows):
+            raise ParameterError(f"the sampler returned {len(results)} tokens for {len(rows)} rows")
+        return results
     except KeyboardInterrupt:
         raise
     except BaseException as error:

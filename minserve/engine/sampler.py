@@ -71,8 +71,7 @@ def _results(logits: np.ndarray, token_ids: np.ndarray, status: np.ndarray) -> l
     results: list[SampledToken | Exception] = [SampledToken(token_id, None) for token_id in token_ids.tolist()]
     for r in np.flatnonzero(status).tolist():
         if status[r] == RowStatus.NOTHING_LEFT:
-            text = "min_tokens and the logits processors rule out every token of the vocabulary"
-            results[r] = NonFiniteLogitsError(text)
+            results[r] = ParameterError("min_tokens and the logits processors rule out every token of the vocabulary")
         else:
             results[r] = _not_finite(logits[r])
     return results
@@ -112,5 +111,5 @@ def _checked(result: object, vocab_size: int, processor: object) -> np.ndarray:
     with np.errstate(over="ignore"):  # too large for float32 is infinity, found below
         values = result.astype(np.float32)  # (V,)
     if not np.isfinite(values.max()):  # NaN, +infinity, or nothing but -infinity
-        raise NonFiniteLogitsError(f"{name} returned NaN, +infinity, or no finite value; -infinity rules a token out")
+        raise ParameterError(f"{name} returned NaN, +infinity, or no finite value; -infinity rules a token out")
     return values

@@ -21,7 +21,7 @@ from typing import Any
 
 from minserve.engine.engine_config import EngineConfig
 from minserve.engine.scheduled_batch import ScheduledBatch, ScheduledSequence
-from minserve.engine.scheduling_policy import scheduling_policy
+from minserve.engine.scheduling_policy import FCFS, scheduling_policy
 from minserve.events import EventStream, Preempted
 from minserve.kv.block_manager import BlockManager
 from minserve.request import Sequence, SequenceStatus
@@ -39,7 +39,9 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager, events: EventStream) -> None:
         self.config = config
         self.blocks = blocks
-        self.key = scheduling_policy(config.scheduling_policy).key
+        policy = scheduling_policy(config.scheduling_policy)
+        self.key = policy.key
+        self.may_overtake = getattr(policy, "may_overtake", FCFS.may_overtake)
         self.token_budget = config.token_budget
         # Every running sequence must get a token in every step.
         self.max_num_seqs = min(config.max_num_seqs, self.token_budget)
@@ -52,6 +54,7 @@ class Scheduler:
         self._waiting: list[tuple[Any, int, Sequence]] = []  # a heap; those that have ended are dropped at its head
         self._added = itertools.count()  # decides where a policy's keys are equal
         self.num_waiting = 0
+        self._filling = False  # static batching: the batch is not complete yet
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence that owns no blocks. Raises what the policy's key raises, or comparing it."""
@@ -96,25 +99,30 @@ class Scheduler:
                 self._give(seq, 1, batch)
         for seq in prefills:
             if seq.status is SequenceStatus.RUNNING and batch.budget > 0:
-                most = batch.budget - self._kept_for_the_next(batch)
+                most = batch.budget - self._kept_for_the_next(seq, batch)
                 self._give(seq, min(len(seq.token_ids) - seq.num_computed_tokens, most), batch)
         if not batch.preempted:  # else there is no room for anybody new
             self._admit(batch)
         return batch
 
-    def _kept_for_the_next(self, batch: ScheduledBatch) -> int:
+    def _kept_for_the_next(self, running: Sequence, batch: ScheduledBatch) -> int:
         """Tokens of the budget that a long prompt's chunk leaves to the head of the queue.
 
-        A prompt that is short, at most half of what is left, does not wait until a long one before it is computed.
+        A prompt that is short, at most half of what is left, does not wait until a long one before it is computed,
+        unless the policy says so.
         """
         while self._waiting and self._waiting[0][-1].status not in WAITING:
             heapq.heappop(self._waiting)
         no_entry = batch.preempted or self.config.static_batching or len(self.running) >= self.max_num_seqs
         if no_entry or not self._waiting:
             return 0
-        num_tokens = len(self._waiting[0][-1].token_ids)
+        head = self._waiting[0][-1]
+        if not self.may_overtake(head, running):
+            return 0
+        hits = self.blocks.find_prefix(head)
+        num_tokens = len(head.token_ids) - len(hits) * self.blocks.block_size
         short = num_tokens <= batch.budget // 2
-        return num_tokens if short and self.blocks.fits([], num_tokens + self._promised_slots()) else 0
+        return num_tokens if short and self.blocks.fits(hits, len(head.token_ids) + self._promised_slots()) else 0
 
     def _promised_slots(self) -> int:
         """Token slots of the whole blocks that the prompts which are being computed have yet to get."""
@@ -143,6 +151,7 @@ class Scheduler:
                 del batch.items[i]
                 break
         seq.num_preemptions += 1
+        seq.most_blocks = max(seq.most_blocks, len(seq.block_table))
         self._events.emit(Preempted, seq.request.request_id, seq.index, seq.num_computed_tokens, seq.num_preemptions)
         self.blocks.free(seq)
         seq.status = SequenceStatus.PREEMPTED
@@ -151,9 +160,13 @@ class Scheduler:
 
     def _admit(self, batch: ScheduledBatch) -> None:
         """Start waiting sequences, in order, while there are seats, budget and blocks."""
-        static = self.config.static_batching
-        if static and self.running:
+        # A static batch takes newcomers only in its first step, and in the next ones while the budget cuts it short.
+        if self.config.static_batching and self.running and not self._filling:
             return
+        self._start_waiting(batch)
+        self._filling = batch.budget == 0
+
+    def _start_waiting(self, batch: ScheduledBatch) -> None:
         if not self._waiting or batch.budget == 0 or len(self.running) >= self.max_num_seqs:
             return
         promised = self._promised_slots()  # only the last one admitted can add to them: its chunk ends the budget

@@ -2,6 +2,9 @@
 
 `key(seq)`: the sequence with the smallest key is admitted first, served first in a step, and preempted last.
 A sequence's key must not change while it is in the engine.
+
+A policy may also have `may_overtake(waiting, running)`: may a short prompt at the head of the queue be computed beside
+the chunks of a long one that began before it? FCFS says yes, since all of it fits into what a chunk leaves.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ class FCFS:
         """(arrival order, answer)."""
         return (seq.order, seq.index)
 
+    @staticmethod
+    def may_overtake(waiting: Sequence, running: Sequence) -> bool:
+        """A short prompt does not wait until a long one is computed."""
+        return True
+
 
 class Priority:
     """The lowest priority number first, then first come, first served.
@@ -37,6 +45,11 @@ class Priority:
     def key(self, seq: Sequence) -> tuple[int, int, int]:
         """(priority, arrival order, answer)."""
         return (seq.request.priority, seq.order, seq.index)
+
+    @staticmethod
+    def may_overtake(waiting: Sequence, running: Sequence) -> bool:
+        """Only if it is not less important."""
+        return waiting.request.priority <= running.request.priority
 
 
 POLICIES: Mapping[str, type[FCFS] | type[Priority]] = {"fcfs": FCFS, "priority": Priority}

@@ -64,7 +64,7 @@ class BlockManager:
         seq.block_table.extend(hits)
         seq.num_registered_blocks = len(hits)
         seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * self.block_size
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and not seq.needs_prompt_logits:
             request_id, index, queried = seq.request.request_id, seq.index, len(seq.token_ids)
             if hits:
                 self._events.emit(CacheHit, request_id, index, seq.num_cached_tokens, queried)
@@ -126,23 +126,31 @@ class BlockManager:
 
         Those that it found there itself too, because whoever computed them may have left before it showed.
         """
-        for block in self.prefix_cache.evict(seq.block_table):
+        evicted = self.prefix_cache.evict(seq.block_table)
+        for block in evicted:
             self.pool.forget(block)
+        if evicted:
+            self._events.emit(BlockEvicted, tuple(evicted))
 
     def free(self, seq: Sequence) -> None:
         """Take a sequence's blocks away, the last one first, so that the beginning of a text is evicted last."""
-        blocks = seq.block_table[::-1].tolist()
-        self.pool.free(blocks)
-        if blocks and self._events.wants(BlockFreed):
-            self._events.emit(BlockFreed, seq.request.request_id, seq.index, tuple(blocks))
+        self.pool.free(seq.block_table[::-1])
+        self._emit_freed(seq)
         reset(seq)
+
+    def _emit_freed(self, seq: Sequence) -> None:
+        if seq.block_table and self._events.wants(BlockFreed):
+            self._events.emit(BlockFreed, seq.request.request_id, seq.index, tuple(seq.block_table[::-1]))
 
     def clear(self, sequences: Iterable[Sequence] = ()) -> None:
         """Make every block free and forget every prefix; these sequences own nothing any more."""
+        evicted = self.prefix_cache.clear()
         self.pool.clear()
-        self.prefix_cache.clear()
         for seq in sequences:
+            self._emit_freed(seq)
             reset(seq)
+        if evicted:
+            self._events.emit(BlockEvicted, tuple(evicted))
 
     def held_tokens(self, sequences: Iterable[Sequence]) -> int:
         """Token states that the blocks of these sequences hold, if they own all used blocks; shared ones count once."""

@@ -62,7 +62,9 @@ class PrefixCache:
                 evicted.append(block)
         return evicted
 
-    def clear(self) -> None:
-        """Forget everything."""
+    def clear(self) -> list[int]:
+        """Forget everything; returns the blocks that had been registered."""
+        evicted = list(self._hash_of)
         self._block_of.clear()
         self._hash_of.clear()
+        return evicted

@@ -38,7 +38,7 @@ class ModelFile:
 
     def revision(self) -> str:
         """A digest of which files these are: their places, sizes and times of change. A replaced file is another."""
-        paths = sorted(self.path.iterdir()) if self.path.is_dir() else [self.path]
+        paths = sorted(path for path in self.path.iterdir() if path.is_file()) if self.path.is_dir() else [self.path]
         facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
 

@@ -9,6 +9,7 @@ from minserve.engine.llm_engine import LLMEngine
 from minserve.engine.served_model import DEFAULT_KV_CACHE_MEMORY, DEFAULT_MAX_MODEL_LEN
 from minserve.errors import ParameterError, check_whole_number
 from minserve.events import EventStream
+from minserve.kv.kv_cache import check_slots
 from minserve.simulate.cost_model import CostModel
 from minserve.simulate.simulated_runner import SimulatedRunner, SimulatedSampler
 from minserve.simulate.stand_in_tokenizer import StandInTokenizer
@@ -16,6 +17,9 @@ from minserve.simulate.virtual_clock import VirtualClock
 
 # Of the model behind a cost model whose source does not say: SmolLM2-135M's, with float16 keys and values.
 _MODEL = {"vocab_size": 49_152, "max_position_embeddings": 8192, "kv_bytes_per_token": 23_040}
+
+_MOST_BLOCKS = 10_000_000
+_MOST_IDS = 10_000_000  # each is drawn from, so each is a Python int in a list
 
 
 def simulated_engine(
@@ -47,7 +51,7 @@ def simulated_config(
 
     options: the other fields of EngineConfig.
     """
-    context = _of_source(cost_model, "max_position_embeddings")
+    context = context_of(cost_model)
     if max_model_len is None:
         max_model_len = min(context, DEFAULT_MAX_MODEL_LEN)
     check_whole_number("max_model_len", max_model_len, 1, context)
@@ -60,14 +64,22 @@ def simulated_config(
         else:
             check_whole_number("kv_cache_memory", kv_cache_memory, one)
             num_kv_blocks = kv_cache_memory // one
+    check_slots(num_kv_blocks, block_size)  # a simulation refuses what the real cache refuses
+    if num_kv_blocks > _MOST_BLOCKS:  # the pool's lists take 100 bytes a block
+        raise ParameterError(f"num_kv_blocks must be at most {_MOST_BLOCKS:,} in a simulation, not {num_kv_blocks:,}")
     return EngineConfig(max_model_len, num_kv_blocks, block_size, max_num_seqs, **options)
+
+
+def context_of(cost_model: CostModel) -> int:
+    """The measured model's context in tokens, which max_model_len cannot be above. Raises ParameterError."""
+    return _of_source(cost_model, "max_position_embeddings")
 
 
 def _of_source(cost_model: CostModel, name: str) -> int:
     """A whole number about the measured model. Raises ParameterError if the source says something else."""
     value = cost_model.source.get(name, _MODEL[name])
     try:
-        check_whole_number(name, value, 1, 2**31 - 1)
+        check_whole_number(name, value, 1, _MOST_IDS if name == "vocab_size" else 2**31 - 1)
     except ParameterError as error:
         raise ParameterError(f"the cost model's source: {error}") from None
     return int(value)

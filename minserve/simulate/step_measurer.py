@@ -67,6 +67,7 @@ class StepMeasurer:
         self._clock = clock
         self._scenarios = scenarios(config)
         self.num_scenarios = len(self._scenarios)
+        self.interrupted = False  # did Ctrl-C end `measure`?
         if not self._scenarios:
             raise ParameterError(
                 f"no step can be measured in {config.num_kv_blocks} KV blocks of {config.block_size} tokens and a "
@@ -113,16 +114,26 @@ class StepMeasurer:
             order.append(order.pop(order.index(scenario)))  # of those with the same time, the others go first
 
     def measure(self, seconds: float, progress: Progress | None = None) -> list[Observation]:
-        """Steps of all scenarios, for about so many seconds. Raises as `scenarios` does."""
+        """Steps of all scenarios, for about so many seconds. Raises as `scenarios` does.
+
+        Ctrl-C ends it early, and sets `interrupted`; raises KeyboardInterrupt if a scenario is still missing then.
+        """
         started = self._clock()
         observations: list[Observation] = []
-        for done, steps in enumerate(self.scenarios(), start=1):
-            observations += steps
-            spent = self._clock() - started
-            if progress is not None:
-                progress(spent, max(seconds, spent * max(1.0, self.num_scenarios / done)))
-            if done >= self.num_scenarios and spent >= seconds:
-                break
+        done = 0
+        try:
+            for steps in self.scenarios():
+                observations += steps
+                done += 1
+                spent = self._clock() - started
+                if progress is not None:
+                    progress(spent, max(seconds, spent * max(1.0, self.num_scenarios / done)))
+                if done >= self.num_scenarios and spent >= seconds:
+                    break
+        except KeyboardInterrupt:
+            self.interrupted = True
+            if done < self.num_scenarios:
+                raise
         return observations
 
     def _steps(self, scenario: Scenario) -> Iterator[Observation]:

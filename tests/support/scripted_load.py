@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from minserve.bench.workload import TimedRequest
 from minserve.errors import ParameterError
-from minserve.events import EventStream, StepFinished
+from minserve.events import EventStream, StepFinished, StepStarted
 from minserve.request import CompletionOutput, Request, RequestMetrics, RequestOutput
 from minserve.sampling_params import SamplingParams
 
@@ -74,6 +74,8 @@ class ScriptedEngine:
         self._steps += 1
         if self._steps == self.interrupt_at:
             raise KeyboardInterrupt
+        self.events.emit(StepStarted, len(running), len(self._requests) - len(running))
+        before = len(self._requests)
         self.clock.now += self._step_seconds(self._steps, len(running))
         advanced = []
         for request_id, (request, output) in running:
@@ -95,7 +97,7 @@ class ScriptedEngine:
         used = 2 * len(self._requests)
         self.events.emit(
             StepFinished, len(running), 3, 4, 1, len(self._requests), 5, self.num_blocks - used - 10, 10, used,
-            24 * len(self._requests), 0.1, 0.2, 0.3,
+            24 * len(self._requests), 2 * before, 24 * before, 0.1, 0.2, 0.3,
         )  # fmt: skip
         return advanced
 
