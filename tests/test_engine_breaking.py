@@ -173,18 +173,19 @@ def test_an_id_used_again_while_its_last_request_is_in_a_step() -> None:
     assert not eng.has_unfinished
 
 
-def test_an_event_loop_that_was_closed_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("seconds", [0.005, 0.3])  # closed in the middle of the answer, and after its end
+def test_an_event_loop_that_was_closed_leaves_nothing_behind(seconds: float) -> None:
     """Nobody closed the generators of a closed loop: their requests ran to the end, and their ids stayed in use."""
     eng = engine(saying("hello" * 40), max_model_len=256)
     serving = AsyncLLMEngine(eng)
 
     async def consume() -> None:
         async for _ in serving.generate(request("0123", "gone", max_tokens=None)):
-            pass
+            await asyncio.sleep(3600)  # it does not read the rest
 
     loop = asyncio.new_event_loop()
     task = loop.create_task(consume())
-    loop.run_until_complete(asyncio.sleep(0.005))
+    loop.run_until_complete(asyncio.sleep(seconds))
     loop.close()
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # that it is left is what this test is about
     del task, loop
@@ -192,7 +193,7 @@ def test_an_event_loop_that_was_closed_leaves_nothing_behind() -> None:
 
     async def again() -> str:
         for _ in range(1000):
-            if not serving._streams:
+            if not eng.has_unfinished:
                 break
             await asyncio.sleep(0.005)
         return [output async for output in serving.generate(request("0123", "gone", max_tokens=5))][-1].outputs[0].text

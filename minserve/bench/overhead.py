@@ -130,7 +130,7 @@ def _time_steps(
     engine.runner.model, engine.sampler = model, sampler  # type: ignore[attr-defined]
     prompts = Lengths.parse(f"fixed:{PROMPT_LEN}", "input")
     answers = Lengths.parse(f"fixed:{num_steps + 2}", "output")
-    load = Workload(num_requests=num_seqs, input_len=prompts, output_len=answers)
+    load = Workload(num_requests=num_seqs, input_len=prompts, output_len=answers, detokenize=True)
     tokenizer = engine.tokenizer
     for timed in load.requests(tokenizer.vocab_size, engine.config.longest_sequence, special_ids=tokenizer.special_ids):
         engine.add_request(timed.request)

@@ -43,6 +43,7 @@ class Workload:
     many tokens, in addition to its own input_len.
     priority_levels: priorities drawn from 0 .. levels - 1 (1: all the same).
     temperature: 0 takes the most probable token; above it each request has a seed of its own.
+    detokenize: make text of the tokens, as a server does; a simulation makes none.
 
     Raises ParameterError for a value out of range.
     """
@@ -59,6 +60,7 @@ class Workload:
     priority_levels: int = 1
     temperature: float = 0.0
     seed: int = 0
+    detokenize: bool = False
 
     def __post_init__(self) -> None:
         check_whole_number("num_requests", self.num_requests, 1)
@@ -175,5 +177,5 @@ class Workload:
             seed=seed,
             max_tokens=answer,
             ignore_eos=True,  # nothing else could end it, and min_tokens would only cost time
-            detokenize=False,
+            detokenize=self.detokenize,
         )

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return run_prediction(args)
     from minserve.commands.load_runs import LoadRuns
 
-    load = workload(args)  # before the model, so that a mistake is told at once
+    load = workload(args, detokenize=True)  # before the model, so that a mistake is told at once
     note_unused(args)
     if args.plot is not None:
         from minserve.bench.plot import require_matplotlib

@@ -73,7 +73,7 @@ def run_prediction(args: argparse.Namespace) -> int:
 
     Without --cost it calibrates, most of it between the steps of the run. Raises MinserveError, OSError.
     """
-    load = workload(args)
+    load = workload(args, detokenize=True)
     note_unused(args)
     cost_model = None if args.cost is None else CostModel.load(args.cost)  # a mistake is told before the model loads
     llm = load_llm(args, **engine_options(args))
@@ -133,7 +133,7 @@ def _run_and_calibrate(llm: LLM, args: argparse.Namespace) -> tuple[LoadRuns, Ca
     def show(done: float, total: float) -> None:
         bar("calibrate", round(done), round(total))
 
-    runs = LoadRuns(stand, workload(args), args)
+    runs = LoadRuns(stand, workload(args, detokenize=True), args)
     stopped = False
     with StageProgress("steps", opening="preparing", quiet=args.quiet) as bar:
         calibration.measure(0.0, show)

@@ -102,7 +102,7 @@ def add_workload_options(parser: argparse.ArgumentParser, *, num_requests: int, 
     )
 
 
-def workload(args: argparse.Namespace) -> Workload:
+def workload(args: argparse.Namespace, *, detokenize: bool = False) -> Workload:
     """What the options ask for. Raises ParameterError, OSError."""
     from minserve.bench.lengths import Lengths  # here, as they need NumPy and --help must not wait for it
     from minserve.bench.workload import Workload
@@ -120,6 +120,7 @@ def workload(args: argparse.Namespace) -> Workload:
         priority_levels=args.priority_levels,
         temperature=args.temperature,
         seed=args.seed,
+        detokenize=detokenize,
     )
 
 

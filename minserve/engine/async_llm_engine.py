@@ -71,6 +71,8 @@ class AsyncLLMEngine:
                 raise self._dead()
             if self._process != os.getpid():
                 raise EngineDeadError("the engine's thread stayed behind in the process that forked this one")
+            for request_id in [name for name, other in self._streams.items() if other.abandoned]:
+                del self._streams[request_id]  # its answer was there, and its event loop was closed before it was read
             if request.request_id in self._streams:
                 raise ParameterError(f"request id {request.request_id!r} is in use; each request needs its own")
             self._streams[request.request_id] = stream
@@ -190,6 +192,11 @@ class _Stream:
         except RuntimeError:
             return False
         return True
+
+    @property
+    def abandoned(self) -> bool:
+        """Will nobody ever read it? (What is not finished, the engine's thread finds out when it puts more.)"""
+        return self._last and self._loop.is_closed()
 
     async def next(self) -> RequestOutput:
         """Called in the coroutine: the latest state, once there is one that it has not seen. Raises what was put."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
-from itertools import accumulate
 
 import numpy as np
 
@@ -34,38 +34,46 @@ class ModelRunner:
         return self.model.forward(self.prepare_input(batch), self.kv_cache.k, self.kv_cache.v)  # (L, V)
 
     def prepare_input(self, batch: Seq[ScheduledSequence]) -> ModelInput:
-        """Lay the sequences' new tokens out as ModelInput describes."""
+        """Lay the sequences' new tokens out as ModelInput describes.
+
+        Most items are decodes, one token each, and a step waits for this: so plain numbers into arrays of C ints, which
+        become NumPy arrays without a copy, and NumPy's own arithmetic only for the chunks of prompts.
+        """
         block_size = self.kv_cache.block_size
-        starts = np.array([item.seq.num_computed_tokens for item in batch])  # (S,)
-        counts = np.array([item.num_tokens for item in batch])  # (S,)
-        query_start_loc = np.array([0, *accumulate(item.num_tokens for item in batch)], np.int32)  # (S + 1,)
-        token_ids = np.empty(query_start_loc[-1], np.int32)  # (T,)
-        block_tables = np.zeros((len(batch), max(len(item.seq.block_table) for item in batch)), np.int32)
-        at = 0
-        for row, item in enumerate(batch):
+        width = max(len(item.seq.block_table) for item in batch)
+        token_ids, positions, slots, logits_indices, context_lens = (array("i") for _ in range(5))
+        query_start_loc = array("i", [0])
+        tables: list[bytes] = []
+        end = 0  # of this sequence's rows of T
+        for item in batch:
             seq, start, count = item.seq, item.seq.num_computed_tokens, item.num_tokens
-            token_ids[at : at + count] = seq.token_ids[start : start + count]
-            block_tables[row, : len(seq.block_table)] = seq.block_table
-            at += count
-        # Rows of T that belong to sequence s count up from its first new position.
-        rows = np.repeat(np.arange(len(batch)), counts)  # (T,) which sequence
-        positions = np.arange(at) + (starts - query_start_loc[:-1])[rows]  # (T,)
-        blocks = block_tables[rows, positions // block_size]  # (T,)
-        wanted = (
-            [np.arange(end - item.num_logits, end) for item, end in zip(batch, query_start_loc[1:], strict=True)]
-            if any(item.num_logits > 1 for item in batch)
-            else None
-        )
-        if wanted is None:  # the usual case: the last token of each sequence whose end is reached
-            logits_indices = query_start_loc[1:][[item.num_logits == 1 for item in batch]] - 1
-        else:
-            logits_indices = np.concatenate(wanted)
+            table = seq.block_table
+            if count == 1:
+                token_ids.append(seq.token_ids[start])
+                positions.append(start)
+                slots.append(table[start // block_size] * block_size + start % block_size)
+            else:
+                token_ids.extend(seq.token_ids[start : start + count])
+                span = np.arange(start, start + count, dtype=np.int32)  # (count,) its new positions
+                blocks = np.array(table, np.int32)[span // block_size]  # (count,)
+                positions.frombytes(span.tobytes())
+                slots.frombytes((blocks * block_size + span % block_size).astype(np.int32).tobytes())
+            tables.append(table.tobytes().ljust(4 * width, b"\0"))
+            end += count
+            query_start_loc.append(end)
+            context_lens.append(start + count)
+            logits_indices.extend(range(end - item.num_logits, end))
         return ModelInput(
-            token_ids=token_ids,
-            positions=positions.astype(np.int32),
-            slot_mapping=(blocks * block_size + positions % block_size).astype(np.int32),
-            block_tables=block_tables,
-            context_lens=(starts + counts).astype(np.int32),
-            query_start_loc=query_start_loc,
-            logits_indices=logits_indices.astype(np.int32),
+            token_ids=_as_int32(token_ids),
+            positions=_as_int32(positions),
+            slot_mapping=_as_int32(slots),
+            block_tables=np.frombuffer(b"".join(tables), np.int32).reshape(len(batch), width),
+            context_lens=_as_int32(context_lens),
+            query_start_loc=_as_int32(query_start_loc),
+            logits_indices=_as_int32(logits_indices),
         )
+
+
+def _as_int32(numbers: array[int]) -> np.ndarray:
+    """The same memory as an int32 array; the array must not grow any more."""
+    return np.frombuffer(numbers, np.int32) if numbers else np.zeros(0, np.int32)
