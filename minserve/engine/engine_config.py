@@ -7,6 +7,26 @@ from dataclasses import dataclass
 from minserve.engine.scheduling_policy import SchedulingPolicy, scheduling_policy
 from minserve.errors import ParameterError, check_whole_number, shown
 
+# Bytes of KV blocks unless the user chooses; the system gives memory only as blocks are first written.
+DEFAULT_KV_CACHE_MEMORY = 512 * 2**20
+
+
+def blocks_in(nbytes: int | None, block_bytes: int, *, max_model_len: int, block_size: int, max_num_seqs: int) -> int:
+    """How many KV blocks of block_bytes each there is room for in so many bytes. Raises ParameterError if for none.
+
+    None: in DEFAULT_KV_CACHE_MEMORY, but for one sequence of max_model_len at least, and for no more than
+    max_num_seqs of them.
+    """
+    if nbytes is not None:
+        check_whole_number("kv_cache_memory", nbytes, 1)
+        if nbytes < block_bytes:
+            least = f"{block_bytes}, the bytes of one KV block"
+            raise ParameterError(f"kv_cache_memory must be a whole number of at least {least}, not {nbytes}")
+        return nbytes // block_bytes
+    check_whole_number("max_num_seqs", max_num_seqs, 1)
+    longest = -(-max_model_len // block_size)
+    return max(longest, min(DEFAULT_KV_CACHE_MEMORY // block_bytes, longest * max_num_seqs))
+
 
 @dataclass(frozen=True)
 class EngineConfig:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from minserve.engine.engine_config import EngineConfig
+from minserve.engine.engine_config import EngineConfig, blocks_in
 from minserve.engine.llm_engine import LLMEngine
 from minserve.engine.model_runner import ModelRunner
 from minserve.engine.sampler import Sampler
@@ -27,8 +27,6 @@ from minserve.text.tokenizer import Tokenizer
 
 # A context longer than this is only reserved if the user asks for it by max_model_len.
 DEFAULT_MAX_MODEL_LEN = 8192
-# Bytes of KV blocks unless the user chooses; the system gives memory only as blocks are first written.
-DEFAULT_KV_CACHE_MEMORY = 512 * 2**20
 
 
 class ServedModel:
@@ -78,7 +76,19 @@ class ServedModel:
             raise ParameterError(f"kv_cache_dtype must be one of {names}, not {shown(kv_cache_dtype)}")
         self.kv_cache_dtype = self.backend.kv_cache_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         if num_kv_blocks is None:
-            num_kv_blocks = self._blocks_in(kv_cache_memory, block_size, max_num_seqs)
+            num_kv_blocks = blocks_in(
+                kv_cache_memory,
+                block_bytes(
+                    self.config.num_hidden_layers,
+                    block_size,
+                    self.config.num_key_value_heads,
+                    self.config.head_dim,
+                    self.kv_cache_dtype,
+                ),
+                max_model_len=self.max_model_len,
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+            )
         elif kv_cache_memory is not None:
             raise ParameterError("give num_kv_blocks or kv_cache_memory, not both")
         self.engine_config = EngineConfig(
@@ -109,24 +119,6 @@ class ServedModel:
         self._template: ChatTemplate | None = None
         # The first engine; its KV cache was made before the weights were loaded.
         self.engine = self._engine_over(ModelRunner(self._transformer, kv_cache), self.engine_config)
-
-    def _blocks_in(self, nbytes: int | None, block_size: int, max_num_seqs: int) -> int:
-        """How many KV blocks there is room for in so many bytes (None: by default)."""
-        one = block_bytes(
-            self.config.num_hidden_layers,
-            block_size,
-            self.config.num_key_value_heads,
-            self.config.head_dim,
-            self.kv_cache_dtype,
-        )
-        if nbytes is not None:
-            check_whole_number("kv_cache_memory", nbytes, 1)
-            if nbytes < one:
-                raise ParameterError(f"kv_cache_memory of {nbytes} bytes holds no KV block: one takes {one}")
-            return nbytes // one
-        check_whole_number("max_num_seqs", max_num_seqs, 1)
-        longest = -(-self.max_model_len // block_size)
-        return max(longest, min(DEFAULT_KV_CACHE_MEMORY // one, longest * max_num_seqs))
 
     def _new_kv_cache(self, config: EngineConfig) -> KVCache:
         model = self.config

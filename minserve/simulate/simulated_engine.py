@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from minserve.engine.engine_config import EngineConfig
+from minserve.engine.engine_config import EngineConfig, blocks_in
 from minserve.engine.llm_engine import LLMEngine
-from minserve.engine.served_model import DEFAULT_KV_CACHE_MEMORY, DEFAULT_MAX_MODEL_LEN
+from minserve.engine.served_model import DEFAULT_MAX_MODEL_LEN
 from minserve.errors import ParameterError, check_whole_number
 from minserve.events import EventStream
 from minserve.kv.kv_cache import check_slots
@@ -57,13 +57,13 @@ def simulated_config(
     check_whole_number("max_model_len", max_model_len, 1, context)
     check_whole_number("block_size", block_size, 1)
     if num_kv_blocks is None:
-        check_whole_number("max_num_seqs", max_num_seqs, 1)
-        one, longest = _of_source(cost_model, "kv_bytes_per_token") * block_size, -(-max_model_len // block_size)
-        if kv_cache_memory is None:
-            num_kv_blocks = max(longest, min(DEFAULT_KV_CACHE_MEMORY // one, longest * max_num_seqs))
-        else:
-            check_whole_number("kv_cache_memory", kv_cache_memory, one)
-            num_kv_blocks = kv_cache_memory // one
+        num_kv_blocks = blocks_in(
+            kv_cache_memory,
+            _of_source(cost_model, "kv_bytes_per_token") * block_size,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+        )
     check_slots(num_kv_blocks, block_size)  # a simulation refuses what the real cache refuses
     if num_kv_blocks > _MOST_BLOCKS:  # the pool's lists take 100 bytes a block
         raise ParameterError(f"num_kv_blocks must be at most {_MOST_BLOCKS:,} in a simulation, not {num_kv_blocks:,}")

@@ -17,7 +17,7 @@ from minserve.engine.sampler import Sampler
 from minserve.engine.scheduled_batch import ScheduledSequence
 from minserve.ops import reference
 
-from .scripted_model import BYTES, EOS
+from .scripted_model import BYTES, EOS, make_copies
 
 
 class HashRunner:
@@ -28,11 +28,7 @@ class HashRunner:
         self.slots = np.full((num_blocks, block_size), -1, np.int32)  # (N, B)
 
     def run(self, batch: list[ScheduledSequence]) -> np.ndarray:
-        copies = [pair for item in batch for pair in item.copies]
-        if copies:
-            self.slots[[to for _, to in copies]] = self.slots[[source for source, _ in copies]]
-        for item in batch:
-            item.copies = ()
+        make_copies(self.slots, batch)
         for item in batch:
             seq, start = item.seq, item.seq.num_computed_tokens
             for position in range(start, start + item.num_tokens):

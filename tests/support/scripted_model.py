@@ -33,6 +33,15 @@ BYTES = Tokenizer(
 Script = Callable[[str, list[int]], object]
 
 
+def make_copies(slots: np.ndarray, batch: list[ScheduledSequence]) -> None:
+    """What a runner does before it writes: the copies that were asked for, which it then takes off the items."""
+    copies = [pair for item in batch for pair in item.copies]
+    if copies:
+        slots[[to for _, to in copies]] = slots[[source for source, _ in copies]]
+    for item in batch:
+        item.copies = ()
+
+
 class ScriptedRunner:
     """Answers each request with its script, a byte a token, and checks the blocks that it is given.
 
@@ -48,11 +57,7 @@ class ScriptedRunner:
 
     def run(self, batch: list[ScheduledSequence]) -> np.ndarray:
         self.batches.append(len(batch))
-        copies = [pair for item in batch for pair in item.copies]
-        if copies:
-            self.slots[[to for _, to in copies]] = self.slots[[source for source, _ in copies]]
-        for item in batch:
-            item.copies = ()
+        make_copies(self.slots, batch)
         for item in batch:
             self._write(item)
         return np.concatenate([self._answer(item) for item in batch])
