@@ -2,7 +2,7 @@
 
 Without a working compiler the package still installs and runs on NumPy. Environment variables:
     MINSERVE_REQUIRE_CORE=1   a core that cannot be built is an error
-    MINSERVE_OPENMP=0         build it for one thread
+    MINSERVE_THREADS=0        build it for one thread; posix or openmp: with these threads (default: what there is)
     MINSERVE_CFLAGS="..."     added to the compiler's and the linker's arguments
 """
 
@@ -21,12 +21,23 @@ MSVC = sys.platform == "win32" and "GCC" not in sys.version
 # -ffp-contract=off: a product and a sum are fused only where the source says so, or results would
 # differ between instruction sets. (MSVC does not fuse unless asked to.) -g0: Python's own -g would make
 # the file eight times as large.
-FLAGS = ["/O2"] if MSVC else ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
-# How to ask for OpenMP: compiler arguments, linker arguments. Apple's clang wants the second way.
-OPENMP = [(["/openmp"], [])] if MSVC else [(["-fopenmp"], ["-fopenmp"])]
-if sys.platform == "darwin":
-    OPENMP.append((["-Xpreprocessor", "-fopenmp"], ["-lomp"]))
-PROBE = "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n"
+FLAGS = ["/O2", "/Zc:preprocessor"] if MSVC else ["-std=c11", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
+# How to have threads (csrc/team.c): compiler arguments, linker arguments, and a program that needs them.
+THREADS = {
+    "posix": (
+        ["-pthread", "-DMS_THREADS=1"],
+        ["-pthread"],
+        "#include <pthread.h>\n#include <stdatomic.h>\n"
+        "int main(void) { atomic_int one = 1; return !atomic_load(&one) || !pthread_self(); }\n",
+    ),
+    "openmp": (
+        ["/openmp" if MSVC else "-fopenmp"],
+        [] if MSVC else ["-fopenmp"],
+        "#include <omp.h>\nint main(void) { return omp_get_max_threads() < 1; }\n",
+    ),
+}
+if MSVC:
+    del THREADS["posix"]
 
 
 def notice(text):
@@ -39,11 +50,11 @@ class BuildCore(build_ext):
         self.into_sources = self.inplace or getattr(self, "editable_mode", False)
         super().run()
 
-    def links(self, compile_args, link_args):
+    def links(self, compile_args, link_args, program):
         """Can this compiler build and link a program with these arguments?"""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
-            source.write_text(PROBE, "ascii")
+            source.write_text(program, "ascii")
             try:
                 objects = self.compiler.compile([str(source)], output_dir=folder, extra_postargs=compile_args)
                 self.compiler.link_executable(objects, str(Path(folder, "probe")), extra_postargs=link_args)
@@ -68,10 +79,11 @@ class BuildCore(build_ext):
 
     def build_extension(self, ext):
         extra = os.environ.get("MINSERVE_CFLAGS", "").split()
-        candidates = [] if os.environ.get("MINSERVE_OPENMP") == "0" else OPENMP
-        openmp = next((found for found in candidates if self.links(*found)), None)
-        ext.extra_compile_args += FLAGS + extra + (openmp[0] if openmp else [])
-        ext.extra_link_args += extra + (openmp[1] if openmp else [])
+        wanted = os.environ.get("MINSERVE_THREADS")
+        candidates = [how for name, how in THREADS.items() if wanted in (None, name)]
+        threads = next(((how[0], how[1]) for how in candidates if self.links(FLAGS + how[0], *how[1:])), None)
+        ext.extra_compile_args += FLAGS + extra + (threads[0] if threads else [])
+        ext.extra_link_args += extra + (threads[1] if threads else [])
         # setuptools builds again when a source is newer; other flags or another compiler must do the same.
         compiler = getattr(self.compiler, "compiler_so", None)  # MSVC has none
         flags, stamp = repr((compiler, ext.extra_compile_args, ext.extra_link_args)), Path(self.build_temp, "flags.txt")
@@ -89,8 +101,8 @@ class BuildCore(build_ext):
             return
         stamp.parent.mkdir(parents=True, exist_ok=True)
         stamp.write_text(flags, "utf-8")
-        if not openmp:
-            notice("the C core was built without OpenMP: it will use one thread")
+        if not threads:
+            notice("the C core was built without threads: it will use one")
 
 
 # One abi3 wheel serves CPython 3.10 and later; free-threaded builds have no stable ABI yet.

@@ -8,12 +8,14 @@ static MS_TARGET void MS_FN(add)(float *out, const float *x, const float *y, int
 }
 
 #else
+#include "kernels.h"
 #define MS_BODY "add.c"
 #include "foreach_isa.h"
 
-typedef void add_kernel(float *out, const float *x, const float *y, int64_t n);
+ms_add_kernel *const ms_add_kernels[] = MS_KERNELS(add);
+
 typedef struct {
-    add_kernel *kernel;
+    ms_add_kernel *kernel;
     float *out;
     const float *x, *y;
 } add_job;
@@ -25,12 +27,11 @@ static void add_task(const void *job, int64_t begin, int64_t end, int thread) {
 }
 
 int ms_add(const ms_exec *exec, float *out, const float *x, const float *y, int64_t n) {
-    static add_kernel *const kernels[] = MS_KERNELS(add);
     MS_TRY(ms_check_exec(exec));
     if (!out || !x || !y) return MS_NULL_POINTER;
     MS_TRY(ms_check_sizes(n, 1, 1, 1));
-    add_job job = {kernels[exec->isa], out, x, y};
-    ms_parallel(exec->threads, n, MS_PIECE / 10, add_task, &job);
+    add_job job = {ms_add_kernels[exec->isa], out, x, y};
+    ms_parallel(exec, n, MS_PIECE / 10, add_task, &job);
     return MS_OK;
 }
 #endif

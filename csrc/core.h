@@ -7,6 +7,10 @@
 
 #include "minserve_core.h"
 
+#ifndef MS_THREADS
+#define MS_THREADS 0 /* setup.py sets it where it found threads */
+#endif
+
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "panels hold float16 as model files do, in little-endian order: on this processor minserve runs on NumPy"
 #endif
@@ -67,14 +71,14 @@ MS_FORCE_INLINE size_t ms_round_up(size_t n, size_t multiple) { return (n + mult
 /* The first address in a work space that a cache line starts at; ms_*_work counts the 63 bytes. */
 MS_FORCE_INLINE uint8_t *ms_align(uint8_t *work) { return work + (64 - (uintptr_t)work % 64) % 64; }
 
-/* ---- threads (parallel.c) ---- */
-/* Does items [begin, end) of a job; thread is in [0, threads), for work space of its own. */
+/* ---- threads (team.c) ---- */
+/* Does items [begin, end) of a job; thread is in [0, exec->threads), for work space of its own. */
 typedef void ms_task(const void *job, int64_t begin, int64_t end, int thread);
-/* Runs task over [0, n) in pieces of `chunk` items, by up to `threads` threads. */
-void ms_parallel(int threads, int64_t n, int64_t chunk, ms_task *task, const void *job);
-/* Waking another thread takes 10 to 50 microseconds: a piece of a job should take about 50. That is this many
- * of attention's multiply-adds; an element of the other operations costs as much as 5 to 20 of them. */
-enum { MS_PIECE = 1000000 };
+/* Runs task over [0, n) in pieces of `chunk` items, by the caller and the team of exec. */
+void ms_parallel(const ms_exec *exec, int64_t n, int64_t chunk, ms_task *task, const void *job);
+/* Handing a job over takes about a microsecond: a piece should take a few. That is this many of attention's
+ * multiply-adds; an element of the other operations costs as much as 5 to 20 of them. */
+enum { MS_PIECE = 100000 };
 
 /* ---- float16 (IEEE binary16), as the processors' own instructions convert it ---- */
 MS_FORCE_INLINE float ms_bits_to_float(uint32_t bits) {

@@ -88,7 +88,7 @@ int ms_embedding(const ms_exec *exec, float *out, const int32_t *token_ids, int6
     for (int64_t t = 0; t < tokens; t++)
         if (token_ids[t] < 0 || token_ids[t] >= rows) return MS_BAD_TOKEN;
     embedding_job job = {kernels[exec->isa], out, token_ids, type, columns, packed};
-    ms_parallel(exec->threads, tokens, ms_max(1, MS_PIECE / 10 / columns), embedding_task, &job);
+    ms_parallel(exec, tokens, ms_max(1, MS_PIECE / 10 / columns), embedding_task, &job);
     return MS_OK;
 }
 #endif

@@ -18,6 +18,7 @@ const char *ms_error_text(int code) {
     case MS_BAD_BLOCK: return "a block id is outside the KV cache, or a block table is too short";
     case MS_BAD_SEQUENCE: return "query_start_loc or context_lens contradict each other or the number of tokens";
     case MS_BAD_SETTING: return "a temperature, top_p, min_p, bias or penalty is not a number in its range";
+    case MS_NO_THREADS: return "the system gives no memory or no threads for a team";
     default: return "unknown error";
     }
 }

@@ -1,64 +1,144 @@
 /* out (T, rows) = x (T, columns) @ weight (rows, columns) transposed.
  *
- *                    panels of 16 rows
- *               +-----+-----+-----+-----+        a task: a span of tokens times some panels;
- *     tokens    | span 0    |     |     |        within it, a panel stays in the L1 cache while
- *               +-----+-----+-----+-----+        the span's tokens pass by, a tile of T at a time,
+ *                  pairs of panels: 32 rows
+ *               +-----+-----+-----+-----+        a piece: a span of tokens times some pairs;
+ *     tokens    | span 0    |     |     |        within it, a pair stays in the L1 cache while
+ *               +-----+-----+-----+-----+        the span's tokens pass by, a tile at a time,
  *               | span 1    |     |     |        and the span's activations stay in the L2 cache
- *               +-----+-----+-----+-----+        while its panels pass by
+ *               +-----+-----+-----+-----+        while its pairs pass by
  *
  * Quantized weights meet int8 activations (quantize.c) in integer dot products, which are exact, one a
  * block of columns; floats are added up over blocks in order. Float weights are multiplied in float32.
- * In both, one row of x gives the same bits in whatever tile it is computed.
+ * In both, one row of x gives the same bits in whatever tile it is computed: one token or many.
+ *
+ * One token reads each panel once and from its beginning to its end, because the memory is then as fast as it
+ * can be: two panels side by side are two streams, and measured at half the rate.
  */
+#include "kernels.h"
 #include "linear.h"
 
-typedef struct {
-    float *out;
-    const float *x;
-    const uint8_t *packed;
-    const ms_kind *kind;
-    const ms_tiles *tiles;
-    ms_quantize_row *quantize_row;
-    int64_t tokens, rows, columns, panels, span, length; /* length: what the tiles take */
-    size_t panel_bytes, stride;
-    const uint8_t *input; /* what the tiles read: x, or `quantized`; stride bytes a row */
-    uint8_t *quantized;
-} linear_job;
-
-static void quantize_task(const void *job, int64_t begin, int64_t end, int thread) {
-    const linear_job *j = job;
-    (void)thread;
-    for (int64_t t = begin; t < end; t++)
-        j->quantize_row(j->quantized + (size_t)t * j->stride, j->x + t * j->columns, j->columns, j->kind);
+ms_weights ms_weights_of(int isa, int type, int64_t rows, int64_t columns, const uint8_t *packed) {
+    ms_weights w;
+    w.kind = ms_kind_of(type), w.packed = packed, w.rows = rows, w.columns = columns;
+    w.tiles = w.kind->quantized ? ms_int8_tiles(isa, type) : ms_float_tiles(isa, type);
+    w.length = columns / w.kind->width, w.panel_bytes = ms_panel_bytes(w.kind, columns);
+    return w;
 }
 
-/* Items are (span of tokens, panel), the panels of one span after each other. */
-static void tiles_task(const void *job, int64_t begin, int64_t end, int thread) {
-    const linear_job *j = job;
+size_t ms_input_stride(const ms_kind *kind, int64_t columns) {
+    return kind->quantized ? ms_quantized_row_bytes(columns, kind->width) : (size_t)columns * sizeof(float);
+}
+
+typedef struct {
+    const ms_products *of;
+    int64_t span, pairs; /* tokens of a span; pairs of panels of all products */
+} multiply_job;
+
+static int64_t pairs_of(const ms_weights *w) { return ms_ceil_div(w->rows, MS_PAIR); }
+
+/* tile (n, 32) = n tokens from `token` on, times pair `pair` of one product. */
+static void pair_tile(const ms_product *product, float *tile, int64_t stride, int64_t pair, int64_t token, int64_t n) {
+    const ms_weights *w = &product->weights;
+    const uint8_t *panels = w->packed + (size_t)(pair * MS_MOST_PANELS) * w->panel_bytes;
+    const uint8_t *x = product->input.rows + (size_t)token * product->input.stride;
+    int two = w->rows - pair * MS_PAIR > MS_PANEL;
+    if (two && n > 1 && w->tiles->of[1][n]) {
+        w->tiles->of[1][n](tile, stride, panels, w->panel_bytes, w->length, x, product->input.stride);
+        return;
+    }
+    for (int p = 0; p <= two; p++)
+        w->tiles->of[0][n](tile + p * MS_PANEL, stride, panels + (size_t)p * w->panel_bytes, w->panel_bytes, w->length, x,
+                           product->input.stride);
+}
+
+static void finish(const ms_products *job, const ms_product *product, const float *tile, int64_t pair, int64_t token,
+                   int64_t n) {
+    int64_t row = pair * MS_PAIR, rows = product->weights.rows, count = ms_min(MS_PAIR, rows - row);
+    for (int64_t t = 0; t < n; t++) {
+        float *out = product->out + (token + t) * rows + row;
+        if (job->finish == MS_ADD_TO) ms_add_kernels[job->isa](out, out, tile + t * MS_PAIR, count);
+        else memcpy(out, tile + t * MS_PAIR, (size_t)count * sizeof(float));
+    }
+}
+
+/* The gate's and the up projection's 32 values of a token are one block of the next matrix's columns: they become
+ * its input at once, and 2 F floats a token are never written to memory and read again. */
+static void finish_swiglu(const ms_products *job, const float *gate, const float *up, int64_t pair, int64_t token,
+                          int64_t n) {
+    int64_t row = pair * MS_PAIR, count = ms_min(MS_PAIR, job->product[0].weights.rows - row);
+    size_t at = ms_input_stride(job->next_kind, row);
+    for (int64_t t = 0; t < n; t++) {
+        float mixed[MS_PAIR];
+        uint8_t *next = job->next.rows + (size_t)(token + t) * job->next.stride + at;
+        ms_silu_mul_kernels[job->isa](mixed, gate + t * MS_PAIR, up + t * MS_PAIR, count);
+        if (job->next_kind->quantized) ms_quantize_row_kernels[job->isa](next, mixed, count, job->next_kind);
+        else memcpy(next, mixed, (size_t)count * sizeof(float));
+    }
+}
+
+/* Items are (span of tokens, pair of panels), the pairs of one span after each other. */
+static void multiply_task(const void *job, int64_t begin, int64_t end, int thread) {
+    const multiply_job *j = job;
+    const ms_products *of = j->of;
     (void)thread;
     for (int64_t item = begin; item < end; item++) {
-        float tile[MS_MOST_TOKENS * MS_PANEL];
-        int64_t panel = item % j->panels, token = item / j->panels * j->span;
-        int64_t last = ms_min(j->tokens, token + j->span), row = panel * MS_PANEL;
-        size_t row_bytes = (size_t)ms_min(MS_PANEL, j->rows - row) * sizeof(float); /* the last panel: maybe fewer */
+        int64_t pair = item % j->pairs, token = item / j->pairs * j->span;
+        int64_t last = ms_min(of->tokens, token + j->span);
+        const ms_product *product = of->product;
+        if (of->finish != MS_SWIGLU)
+            for (; pair >= pairs_of(&product->weights); product++) pair -= pairs_of(&product->weights);
+        int most = MS_MOST_TOKENS;
+        while (!product->weights.tiles->of[0][most]) most--;
         for (int64_t n; token < last; token += n) {
-            n = ms_min(last - token, MS_MOST_TOKENS);
-            while (!j->tiles->of[n]) n--;
-            j->tiles->of[n](tile, j->packed + (size_t)panel * j->panel_bytes, j->length,
-                            j->input + (size_t)token * j->stride, j->stride);
-            for (int64_t t = 0; t < n; t++)
-                memcpy(j->out + (token + t) * j->rows + row, tile + t * MS_PANEL, row_bytes);
+            float tile[2][MS_MOST_TOKENS * MS_PAIR];
+            n = ms_ceil_div(last - token, ms_ceil_div(last - token, most)); /* tiles of about the same size */
+            if (of->finish == MS_SWIGLU) {
+                pair_tile(&of->product[0], tile[0], MS_PAIR, pair, token, n);
+                pair_tile(&of->product[1], tile[1], MS_PAIR, pair, token, n);
+                finish_swiglu(of, tile[0], tile[1], pair, token, n);
+            } else {
+                pair_tile(product, tile[0], MS_PAIR, pair, token, n);
+                finish(of, product, tile[0], pair, token, n);
+            }
         }
     }
 }
 
-/* About how long one thread takes: for the multiply-adds, or for reading the weights at 20 GB/s. Measured on a
- * Zen 4 server core; it only decides whether a job is worth waking another thread for. */
-static double microseconds(int isa, const ms_kind *kind, double products, size_t bytes) {
-    static const double products_a_microsecond[3][2] = {{1e3, 2e3}, {40e3, 60e3}, {50e3, 120e3}};
-    double compute = products / products_a_microsecond[isa][kind->quantized], read = (double)bytes / 20e3;
-    return compute > read ? compute : read;
+void ms_multiply(const ms_exec *exec, const ms_products *of) {
+    multiply_job j = {of, 0, 0};
+    if (of->tokens == 0) return;
+    int64_t bytes = 0;
+    size_t stride = 1;
+    for (int i = 0; i < of->products; i++) {
+        const ms_weights *w = &of->product[i].weights;
+        if (i == 0 || of->finish != MS_SWIGLU) j.pairs += pairs_of(w);
+        bytes += ms_ceil_div(w->rows, MS_PANEL) * (int64_t)w->panel_bytes;
+        if (of->product[i].input.stride > stride) stride = of->product[i].input.stride;
+    }
+    /* A span fits into half a megabyte of L2 cache; there are at least two pieces for every thread. */
+    int64_t pieces = 2 * exec->threads;
+    j.span = ms_max(1, 512 * 1024 / (int64_t)stride / MS_MOST_TOKENS) * MS_MOST_TOKENS;
+    j.span = ms_ceil_div(of->tokens, ms_ceil_div(of->tokens, j.span));
+    if (j.pairs < pieces) j.span = ms_min(j.span, ms_max(MS_MOST_TOKENS, of->tokens * j.pairs / pieces));
+    int64_t items = j.pairs * ms_ceil_div(of->tokens, j.span);
+    /* A piece reads at least 16 KiB of weights, about a microsecond; there are up to eight of them for a thread. */
+    int64_t least = ms_max(1, 16384 * items / ms_max(1, bytes * ms_ceil_div(of->tokens, j.span)));
+    ms_parallel(exec, items, ms_max(least, items / (8 * exec->threads)), multiply_task, &j);
+}
+
+typedef struct {
+    const float *x;
+    const ms_kind *kind;
+    int64_t columns;
+    ms_input to;
+    ms_quantize_row *quantize_row;
+} quantize_job;
+
+static void quantize_task(const void *job, int64_t begin, int64_t end, int thread) {
+    const quantize_job *j = job;
+    (void)thread;
+    for (int64_t t = begin; t < end; t++)
+        j->quantize_row(j->to.rows + (size_t)t * j->to.stride, j->x + t * j->columns, j->columns, j->kind);
 }
 
 int ms_linear_work(const ms_exec *exec, int64_t tokens, int type, int64_t rows, int64_t columns, size_t *bytes) {
@@ -66,7 +146,7 @@ int ms_linear_work(const ms_exec *exec, int64_t tokens, int type, int64_t rows, 
     MS_TRY(ms_check_exec(exec));
     MS_TRY(ms_packed_bytes(type, rows, columns, bytes));
     MS_TRY(ms_check_sizes(tokens, columns, 1, 1));
-    *bytes = 64 + (kind->quantized ? (size_t)tokens * ms_quantized_row_bytes(columns, kind->width) : 0);
+    *bytes = 64 + (kind->quantized ? (size_t)tokens * ms_input_stride(kind, columns) : 0);
     return MS_OK;
 }
 
@@ -83,24 +163,18 @@ int ms_linear(const ms_exec *exec, float *out, const float *x, int64_t tokens,
     if (work_bytes < needed) return MS_WORK_TOO_SMALL;
     if (tokens == 0) return MS_OK;
 
-    linear_job j = {0};
-    j.out = out, j.x = x, j.packed = packed, j.kind = ms_kind_of(type);
-    j.tokens = tokens, j.rows = rows, j.columns = columns, j.panels = ms_ceil_div(rows, MS_PANEL);
-    j.length = columns / j.kind->width, j.panel_bytes = ms_panel_bytes(j.kind, columns);
-    double products = (double)tokens * (double)rows * (double)columns;
-    int threads = microseconds(exec->isa, j.kind, products, weight_bytes) < 50 ? 1 : exec->threads;
-    if (j.kind->quantized) {
-        j.tiles = ms_int8_tiles(exec->isa, type), j.quantize_row = ms_quantize_row_kernels[exec->isa];
-        j.input = j.quantized = ms_align(work), j.stride = ms_quantized_row_bytes(columns, j.kind->width);
-        ms_parallel(threads, tokens, ms_max(1, MS_PIECE / 10 / columns), quantize_task, &j);
+    ms_products job = {0};
+    ms_product *product = &job.product[0];
+    job.products = 1, job.finish = MS_STORE, job.isa = exec->isa, job.tokens = tokens;
+    product->weights = ms_weights_of(exec->isa, type, rows, columns, packed);
+    product->input.stride = ms_input_stride(product->weights.kind, columns), product->out = out;
+    if (product->weights.kind->quantized) {
+        product->input.rows = ms_align(work);
+        quantize_job quantize = {x, product->weights.kind, columns, product->input, ms_quantize_row_kernels[exec->isa]};
+        ms_parallel(exec, tokens, ms_max(1, MS_PIECE / 10 / columns), quantize_task, &quantize);
     } else {
-        j.tiles = ms_float_tiles(exec->isa, type);
-        j.input = (const uint8_t *)x, j.stride = (size_t)columns * sizeof(float);
+        product->input.rows = (uint8_t *)(uintptr_t)x; /* it is only read */
     }
-    /* A span fits into half a megabyte of L2 cache; there are at least two tasks for every thread. */
-    j.span = ms_max(1, 512 * 1024 / (int64_t)j.stride / MS_MOST_TOKENS) * MS_MOST_TOKENS;
-    if (j.panels < 2 * threads) j.span = ms_min(j.span, ms_max(MS_MOST_TOKENS, tokens * j.panels / (2 * threads)));
-    int64_t items = j.panels * ms_ceil_div(tokens, j.span);
-    ms_parallel(threads, items, ms_max(1, items / (8 * threads)), tiles_task, &j);
+    ms_multiply(exec, &job);
     return MS_OK;
 }

@@ -1,4 +1,4 @@
-/* Float tiles: T rows of x times a panel of F32, F16 or BF16 weights.
+/* Float tiles: T rows of x times P panels of F32, F16 or BF16 weights.
  *
  *   weights, one vector:   column k of rows 0 .. 15        float16 and bfloat16 are widened in registers
  *   activation:            x[k], the same for every row
@@ -20,54 +20,48 @@ MS_INLINE vec16 w_load(int type, const uint8_t *p) {
     return v_load_bf16((const uint16_t *)(const void *)p);
 }
 
-MS_INLINE void MS_FN(float_tile)(int type, int T, float *out, const uint8_t *w, int64_t columns, const uint8_t *x,
-                                 size_t stride) {
+/* T tokens times P panels. Called with constants only: the compiler makes one function of each. */
+MS_INLINE void MS_FN(float_tile)(int type, int T, int P, float *out, int64_t out_stride, const uint8_t *w,
+                                 size_t panel_bytes, int64_t columns, const uint8_t *x, size_t stride) {
     const int column_bytes = type == MS_F32 ? 64 : 32;
-    vec16 total[MS_MOST_TOKENS];
-    MS_UNROLL for (int t = 0; t < T; t++) total[t] = v_set1(0.0f);
+    vec16 total[MS_TILE_SUMS];
+    MS_UNROLL for (int i = 0; i < T * P; i++) total[i] = v_set1(0.0f);
     for (int64_t k = 0; k < columns;) {
-        vec16 s[MS_MOST_TOKENS];
-        MS_UNROLL for (int t = 0; t < T; t++) s[t] = v_set1(0.0f);
+        vec16 s[MS_TILE_SUMS], wk[MS_MOST_PANELS];
+        MS_UNROLL for (int i = 0; i < T * P; i++) s[i] = v_set1(0.0f);
         for (int64_t end = ms_min(columns, k + 32); k < end; k++, w += column_bytes) {
-            vec16 wk = w_load(type, w);
-            MS_PREFETCH(w + 2048);
+            MS_UNROLL for (int p = 0; p < P; p++) {
+                wk[p] = w_load(type, w + p * panel_bytes);
+                MS_PREFETCH(w + p * panel_bytes + 2048);
+            }
             MS_UNROLL for (int t = 0; t < T; t++) {
-                const float *row = (const float *)(const void *)(x + t * stride);
-                s[t] = v_fma(wk, v_set1(row[k]), s[t]);
+                vec16 one = v_set1(((const float *)(const void *)(x + t * stride))[k]);
+                MS_UNROLL for (int p = 0; p < P; p++) s[t * P + p] = v_fma(wk[p], one, s[t * P + p]);
             }
         }
-        MS_UNROLL for (int t = 0; t < T; t++) total[t] = v_add(total[t], s[t]);
+        MS_UNROLL for (int i = 0; i < T * P; i++) total[i] = v_add(total[i], s[i]);
     }
-    MS_UNROLL for (int t = 0; t < T; t++) v_store(out + 16 * t, total[t]);
+    MS_UNROLL for (int t = 0; t < T; t++) {
+        MS_UNROLL for (int p = 0; p < P; p++) v_store(out + t * out_stride + 16 * p, total[t * P + p]);
+    }
 }
 
-#define MS_TILE(name, T, type)                                                                        \
-    static MS_TARGET void MS_FN(name##_##T)(float *out, const uint8_t *w, int64_t columns,             \
-                                            const uint8_t *x, size_t stride) {                         \
-        MS_FN(float_tile)(type, T, out, w, columns, x, stride);                                        \
+#define MS_TILE(name, T, P, type)                                                                               \
+    static MS_TARGET void MS_FN(name##_##T##_##P)(float *out, int64_t out_stride, const uint8_t *panels,        \
+                                                  size_t panel_bytes, int64_t columns, const uint8_t *x,        \
+                                                  size_t stride) {                                              \
+        MS_FN(float_tile)(type, T, P, out, out_stride, panels, panel_bytes, columns, x, stride);                \
     }
-#if MS_ISA == MS_ISA_AVX512
-#define MS_TILE_8 MS_TILE
-#define MS_TABLE_8(name) MS_FN(name##_8)
-#else /* fewer registers, or none: eight tokens do not fit */
-#define MS_TILE_8(name, T, type)
-#define MS_TABLE_8(name) NULL
-#endif
-#define MS_KIND(name, type)                                                                            \
-    MS_TILE(name, 1, type)                                                                             \
-    MS_TILE(name, 2, type)                                                                             \
-    MS_TILE(name, 4, type)                                                                             \
-    MS_TILE_8(name, 8, type)                                                                           \
-    static const ms_tiles MS_FN(name) = {                                                              \
-        {NULL, MS_FN(name##_1), MS_FN(name##_2), NULL, MS_FN(name##_4), NULL, NULL, NULL, MS_TABLE_8(name)}};
+#include "tile_table.h"
+#define MS_KIND(name, type)              \
+    MS_TILES_OF(MS_TILE, name, type)     \
+    static const ms_tiles MS_FN(name) = MS_TILE_TABLE(name);
 
 MS_KIND(f32, MS_F32)
 MS_KIND(f16, MS_F16)
 MS_KIND(bf16, MS_BF16)
 static const ms_tiles *const MS_FN(float_tiles)[] = {&MS_FN(f32), &MS_FN(f16), &MS_FN(bf16)};
 #undef MS_TILE
-#undef MS_TILE_8
-#undef MS_TABLE_8
 #undef MS_KIND
 
 #else

@@ -8,7 +8,9 @@
  * is its own affair; what follows is the same float arithmetic everywhere, block after block:
  *   out = fma(sum, d * scale, out); out = fma(m, min_sum, out)
  *
- * Nibbles are taken apart in registers, once for the T tokens of a tile.
+ * Nibbles are taken apart in registers, once for the T tokens of a tile; the four values of a token are read once
+ * for its P panels. With T = 5 and P = 2 that is 80 dot products a block of 32 columns for 40 + 16 loads, and the
+ * 20 sums, the 2 vectors of weights and the 4 values fit the 32 registers of AVX-512.
  */
 #ifdef MS_ISA
 
@@ -20,6 +22,8 @@
 #define b_load MS_FN(b_load)
 #define b_low MS_FN(b_low)
 #define b_high MS_FN(b_high)
+#define b_four MS_FN(b_four)
+#define s_zero MS_FN(s_zero)
 #define s_start MS_FN(s_start)
 #define s_dot MS_FN(s_dot)
 #define s_finish MS_FN(s_finish)
@@ -36,19 +40,20 @@ typedef struct {
 MS_INLINE bytes64 b_load(const uint8_t *p) { bytes64 r; memcpy(&r, p, 64); return r; }
 MS_INLINE bytes64 b_low(bytes64 b) { for (int i = 0; i < 64; i++) b.byte[i] &= 15; return b; }
 MS_INLINE bytes64 b_high(bytes64 b) { for (int i = 0; i < 64; i++) b.byte[i] >>= 4; return b; }
+/* the four activations at x, once for each row */
+MS_INLINE bytes64 b_four(const uint8_t *x) { bytes64 r; for (int i = 0; i < 64; i++) r.byte[i] = x[i % 4]; return r; }
+MS_INLINE sums16 s_zero(void) { sums16 r; memset(&r, 0, sizeof r); return r; }
+/* where a block's sum begins, if that is not 0 */
 MS_INLINE sums16 s_start(int bits, const ms_block_end *end) {
     sums16 r;
     (void)bits;
     for (int i = 0; i < 16; i++) r.lane[i] = end->start;
     return r;
 }
-/* lane i += the four products of row i */
-MS_INLINE sums16 s_dot(int bits, sums16 s, bytes64 w, const uint8_t *x) {
-    int8_t x4[4];
-    memcpy(x4, x, 4);
+/* lane i += the four products of row i; weights are unsigned, activations signed */
+MS_INLINE sums16 s_dot(int bits, sums16 s, bytes64 w, bytes64 x) {
     (void)bits;
-    for (int i = 0; i < 16; i++)
-        for (int k = 0; k < 4; k++) s.lane[i] += w.byte[4 * i + k] * x4[k];
+    for (int i = 0; i < 64; i++) s.lane[i / 4] += w.byte[i] * (int8_t)x.byte[i];
     return s;
 }
 MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
@@ -81,11 +86,22 @@ MS_INLINE bytes64 b_high(bytes64 b) {
     b.a = _mm256_srli_epi16(b.a, 4), b.b = _mm256_srli_epi16(b.b, 4);
     return b_low(b);
 }
-MS_INLINE sums16 s_start(int bits, const ms_block_end *end) {
+MS_INLINE bytes64 b_four(const uint8_t *x) {
+    bytes64 r;
+    int32_t four;
+    memcpy(&four, x, 4);
+    r.a = r.b = _mm256_set1_epi32(four);
+    return r;
+}
+MS_INLINE sums16 s_zero(void) {
     sums16 r;
-    (void)bits, (void)end;
     r.a = r.b = _mm256_setzero_si256();
     return r;
+}
+/* 4-bit sums are of 16 bits until the end: `start` is added there */
+MS_INLINE sums16 s_start(int bits, const ms_block_end *end) {
+    (void)bits, (void)end;
+    return s_zero();
 }
 MS_INLINE __m256i MS_FN(s_dot_half)(int bits, __m256i s, __m256i w, __m256i x) {
     if (bits == 4) return _mm256_add_epi16(s, _mm256_maddubs_epi16(w, x));
@@ -93,17 +109,15 @@ MS_INLINE __m256i MS_FN(s_dot_half)(int bits, __m256i s, __m256i w, __m256i x) {
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-MS_INLINE sums16 s_dot(int bits, sums16 s, bytes64 w, const uint8_t *x) {
-    int32_t x4;
-    memcpy(&x4, x, 4);
-    s.a = MS_FN(s_dot_half)(bits, s.a, w.a, _mm256_set1_epi32(x4));
-    s.b = MS_FN(s_dot_half)(bits, s.b, w.b, _mm256_set1_epi32(x4));
+MS_INLINE sums16 s_dot(int bits, sums16 s, bytes64 w, bytes64 x) {
+    s.a = MS_FN(s_dot_half)(bits, s.a, w.a, x.a);
+    s.b = MS_FN(s_dot_half)(bits, s.b, w.b, x.b);
     return s;
 }
 MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
-    const __m256i ones = _mm256_set1_epi16(1), first = _mm256_set1_epi32(end->start);
+    const __m256i ones = _mm256_set1_epi16(1), first = _mm256_set1_epi32(end ? end->start : 0);
     if (bits == 4) s.a = _mm256_madd_epi16(s.a, ones), s.b = _mm256_madd_epi16(s.b, ones);
-    s.a = _mm256_add_epi32(s.a, first), s.b = _mm256_add_epi32(s.b, first);
+    if (end) s.a = _mm256_add_epi32(s.a, first), s.b = _mm256_add_epi32(s.b, first);
     return MS_FN(v_pair)(_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b));
 }
 
@@ -114,15 +128,19 @@ MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
 MS_INLINE bytes64 b_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 MS_INLINE bytes64 b_low(bytes64 b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
 MS_INLINE bytes64 b_high(bytes64 b) { return _mm512_and_si512(_mm512_srli_epi16(b, 4), _mm512_set1_epi8(15)); }
+MS_INLINE bytes64 b_four(const uint8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    return _mm512_set1_epi32(four);
+}
+MS_INLINE sums16 s_zero(void) { return _mm512_setzero_si512(); }
 MS_INLINE sums16 s_start(int bits, const ms_block_end *end) {
     (void)bits;
     return _mm512_set1_epi32(end->start);
 }
-MS_INLINE sums16 s_dot(int bits, sums16 s, bytes64 w, const uint8_t *x) {
-    int32_t x4;
+MS_INLINE sums16 s_dot(int bits, sums16 s, bytes64 w, bytes64 x) {
     (void)bits;
-    memcpy(&x4, x, 4);
-    return _mm512_dpbusd_epi32(s, w, _mm512_set1_epi32(x4));
+    return _mm512_dpbusd_epi32(s, w, x);
 }
 MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
     (void)bits, (void)end;
@@ -132,64 +150,71 @@ MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
 
 /* ---- the same text for all ---- */
 
-/* T tokens times a panel. Called with constants only: the compiler makes one function of each. */
-MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int T,
-                                float *out, const uint8_t *w, int64_t blocks, const uint8_t *x, size_t stride) {
+/* T tokens times P panels. Called with constants only: the compiler makes one function of each. */
+MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int bias, int T, int P, float *out, int64_t out_stride,
+                                const uint8_t *w, size_t panel_bytes, int64_t blocks, const uint8_t *x, size_t stride) {
     const int steps = width / 4, values = 16 * width * bits / 8, block_bytes = values + 32 * (1 + has_min);
-    vec16 total[MS_MOST_TOKENS];
-    MS_UNROLL for (int t = 0; t < T; t++) total[t] = v_set1(0.0f);
+    const int starts_at_0 = bias == 0 && !(MS_ISA == MS_ISA_AVX2 && bits == 8); /* see quantize.c */
+    vec16 total[MS_TILE_SUMS];
+    MS_UNROLL for (int i = 0; i < T * P; i++) total[i] = v_set1(0.0f);
     for (int64_t b = 0; b < blocks; b++, w += block_bytes, x += (size_t)width + sizeof(ms_block_end)) {
-        sums16 s[MS_MOST_TOKENS];
-        vec16 d = v_load_half((const uint16_t *)(const void *)(w + values)), m = d;
-        if (has_min) m = v_load_half((const uint16_t *)(const void *)(w + values + 32));
+        sums16 s[MS_TILE_SUMS];
+        bytes64 q[MS_MOST_PANELS];
         /* Weights come from memory: ask for what is eight blocks ahead. */
-        MS_UNROLL for (int byte = 0; byte < block_bytes; byte += 64) MS_PREFETCH(w + 8 * block_bytes + byte);
-        MS_UNROLL for (int t = 0; t < T; t++) s[t] = s_start(bits, block_end(x + t * stride, width));
-        MS_UNROLL for (int step = 0; step < steps; step++) {
-            bytes64 q = b_load(w + 64 * (bits == 4 ? step / 2 : step));
-            if (bits == 4) q = step % 2 ? b_high(q) : b_low(q);
-            MS_UNROLL for (int t = 0; t < T; t++) s[t] = s_dot(bits, s[t], q, x + t * stride + 4 * step);
+        MS_UNROLL for (int p = 0; p < P; p++) {
+            MS_UNROLL for (int byte = 0; byte < block_bytes; byte += 64)
+                MS_PREFETCH(w + p * panel_bytes + 8 * block_bytes + byte);
         }
         MS_UNROLL for (int t = 0; t < T; t++) {
-            const ms_block_end *end = block_end(x + t * stride, width);
-            total[t] = v_fma(s_finish(bits, s[t], end), v_mul(d, v_set1(end->scale)), total[t]);
-            if (has_min) total[t] = v_fma(m, v_set1(end->min_sum), total[t]);
+            MS_UNROLL for (int p = 0; p < P; p++)
+                s[t * P + p] = starts_at_0 ? s_zero() : s_start(bits, block_end(x + t * stride, width));
+        }
+        MS_UNROLL for (int step = 0; step < steps; step++) {
+            MS_UNROLL for (int p = 0; p < P; p++) {
+                q[p] = b_load(w + p * panel_bytes + 64 * (bits == 4 ? step / 2 : step));
+                if (bits == 4) q[p] = step % 2 ? b_high(q[p]) : b_low(q[p]);
+            }
+            MS_UNROLL for (int t = 0; t < T; t++) {
+                bytes64 four = b_four(x + t * stride + 4 * step);
+                MS_UNROLL for (int p = 0; p < P; p++) s[t * P + p] = s_dot(bits, s[t * P + p], q[p], four);
+            }
+        }
+        MS_UNROLL for (int p = 0; p < P; p++) {
+            vec16 d = v_load_half((const uint16_t *)(const void *)(w + p * panel_bytes + values)), m = d;
+            if (has_min) m = v_load_half((const uint16_t *)(const void *)(w + p * panel_bytes + values + 32));
+            MS_UNROLL for (int t = 0; t < T; t++) {
+                const ms_block_end *end = block_end(x + t * stride, width);
+                vec16 sum = s_finish(bits, s[t * P + p], starts_at_0 ? NULL : end);
+                total[t * P + p] = v_fma(sum, v_mul(d, v_set1(end->scale)), total[t * P + p]);
+                if (has_min) total[t * P + p] = v_fma(m, v_set1(end->min_sum), total[t * P + p]);
+            }
         }
     }
-    MS_UNROLL for (int t = 0; t < T; t++) v_store(out + 16 * t, total[t]);
+    MS_UNROLL for (int t = 0; t < T; t++) {
+        MS_UNROLL for (int p = 0; p < P; p++) v_store(out + t * out_stride + 16 * p, total[t * P + p]);
+    }
 }
 
-#define MS_TILE(name, T, bits, width, has_min)                                                         \
-    static MS_TARGET void MS_FN(name##_##T)(float *out, const uint8_t *w, int64_t blocks,              \
-                                            const uint8_t *x, size_t stride) {                         \
-        MS_FN(int8_tile)(bits, width, has_min, T, out, w, blocks, x, stride);                          \
+#define MS_TILE(name, T, P, bits, width, has_min, bias)                                                        \
+    static MS_TARGET void MS_FN(name##_##T##_##P)(float *out, int64_t out_stride, const uint8_t *panels,        \
+                                                  size_t panel_bytes, int64_t blocks, const uint8_t *x,         \
+                                                  size_t stride) {                                              \
+        MS_FN(int8_tile)(bits, width, has_min, bias, T, P, out, out_stride, panels, panel_bytes, blocks, x, stride); \
     }
-#if MS_ISA == MS_ISA_AVX512
-#define MS_TILE_8 MS_TILE
-#define MS_TABLE_8(name) MS_FN(name##_8)
-#else /* fewer registers, or none: eight tokens do not fit */
-#define MS_TILE_8(name, T, bits, width, has_min)
-#define MS_TABLE_8(name) NULL
-#endif
-#define MS_KIND(name, bits, width, has_min)                                                            \
-    MS_TILE(name, 1, bits, width, has_min)                                                             \
-    MS_TILE(name, 2, bits, width, has_min)                                                             \
-    MS_TILE(name, 4, bits, width, has_min)                                                             \
-    MS_TILE_8(name, 8, bits, width, has_min)                                                           \
-    static const ms_tiles MS_FN(name) = {                                                              \
-        {NULL, MS_FN(name##_1), MS_FN(name##_2), NULL, MS_FN(name##_4), NULL, NULL, NULL, MS_TABLE_8(name)}};
+#include "tile_table.h"
+#define MS_KIND(name, ...)                           \
+    MS_TILES_OF(MS_TILE, name, __VA_ARGS__)          \
+    static const ms_tiles MS_FN(name) = MS_TILE_TABLE(name);
 
-MS_KIND(q8_0, 8, 32, 0)
-MS_KIND(q4_0, 4, 32, 0)
-MS_KIND(q4_1, 4, 32, 1)
-MS_KIND(u8_32, 8, 32, 1)
-MS_KIND(u4_16, 4, 16, 1)
-MS_KIND(u8_16, 8, 16, 1)
+MS_KIND(q8_0, 8, 32, 0, 128)
+MS_KIND(q4_0, 4, 32, 0, 8)
+MS_KIND(q4_1, 4, 32, 1, 0)
+MS_KIND(u8_32, 8, 32, 1, 0)
+MS_KIND(u4_16, 4, 16, 1, 0)
+MS_KIND(u8_16, 8, 16, 1, 0)
 static const ms_tiles *const MS_FN(int8_tiles)[] = {&MS_FN(q8_0), &MS_FN(q4_0), &MS_FN(q4_1),
-                                                             &MS_FN(u8_32), &MS_FN(u4_16), &MS_FN(u8_16)};
+                                                    &MS_FN(u8_32), &MS_FN(u4_16), &MS_FN(u8_16)};
 #undef MS_TILE
-#undef MS_TILE_8
-#undef MS_TABLE_8
 #undef MS_KIND
 
 #else

@@ -43,6 +43,6 @@ int ms_log_softmax(const ms_exec *exec, double *out, const float *logits, int64_
     if (!out || !logits) return MS_NULL_POINTER;
     MS_TRY(ms_check_sizes(rows, vocab, 1, 1));
     log_softmax_job j = {ms_sample_kernels_of(exec->isa), out, logits, vocab};
-    ms_parallel(exec->threads, rows, ms_max(1, MS_PIECE / 20 / vocab), log_softmax_task, &j);
+    ms_parallel(exec, rows, ms_max(1, MS_PIECE / 20 / vocab), log_softmax_task, &j);
     return MS_OK;
 }

@@ -4,8 +4,8 @@
  * d head size, N KV blocks, B block size. A shape after a pointer says what it points at.
  *
  * Every function returns an ms_error (0: done) and checks sizes, pointers and indices before it touches
- * memory. Buffers belong to the caller, and nothing is kept from one call to the next. build_ffi.py
- * gives this very text to cffi, so it holds declarations and comments only; a change to any of them
+ * memory. Buffers belong to the caller, and nothing but a team's threads is kept from one call to the next.
+ * build_ffi.py gives this very text to cffi, so it holds declarations and comments only; a change to any of them
  * goes with a new MS_ABI_VERSION, here and in minserve/ops/native_core.py.
  */
 #ifndef MINSERVE_CORE_H
@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum ms_abi { MS_ABI_VERSION = 3 };
+enum ms_abi { MS_ABI_VERSION = 4 };
 
 enum ms_error {
     MS_OK = 0,
@@ -29,7 +29,8 @@ enum ms_error {
     MS_BAD_SLOT = 9,           /* a slot outside the KV cache */
     MS_BAD_BLOCK = 10,         /* a block id outside the KV cache, or a table too short */
     MS_BAD_SEQUENCE = 11,      /* query_start_loc or context_lens contradict each other or T */
-    MS_BAD_SETTING = 12        /* a temperature, top_p, min_p, bias or penalty is not a number in its range */
+    MS_BAD_SETTING = 12,       /* a temperature, top_p, min_p, bias or penalty is not a number in its range */
+    MS_NO_THREADS = 13         /* the system gives no memory or no threads for a team */
 };
 
 /* Weight types. The first six are a model file's; the others hold a GroupedTensor:
@@ -46,10 +47,15 @@ enum ms_kv_type { MS_KV_F32 = 0, MS_KV_F16 = 1, MS_KV_I8 = 2 };
 /* Instruction sets. All give the same bits. */
 enum ms_isa { MS_PLAIN = 0, MS_AVX2 = 1, MS_AVX512_VNNI = 2 };
 
-/* How a call is to run: by how many threads, with which instruction set. */
+/* Threads that wait for work: team.c. One call uses them at a time; another one that comes meanwhile runs alone. */
+typedef struct ms_team ms_team;
+
+/* How a call is to run: by how many threads at most (itself and the team's), with which instruction set.
+ * team NULL: alone. */
 typedef struct {
     int threads;
     int isa;
+    ms_team *team;
 } ms_exec;
 
 /* ---- about the core itself ---- */
@@ -58,8 +64,12 @@ const char *ms_error_text(int code);       /* one line for any code */
 const char *ms_isa_name(int isa);          /* "plain", "avx2", "avx512vnni", or "" */
 int ms_isa_available(int isa);             /* 1 if built in and this processor has it */
 int ms_isa_best(void);                     /* the last available one */
-int ms_openmp(void);                       /* the OpenMP date it was built with; 0: one thread only */
+int ms_has_threads(void);                  /* 0: it was built for one thread only */
 const char *ms_compiler(void);             /* its name and version */
+
+/* ---- threads ---- */
+int ms_team_new(int threads, ms_team **team); /* the caller of a job counts: threads - 1 are started */
+void ms_team_free(ms_team *team);             /* ends and joins them; NULL is fine */
 
 /* ---- weights: from file bytes to panels (the picture is in pack.c) ---- */
 int ms_packed_bytes(int type, int64_t rows, int64_t columns, size_t *bytes);
@@ -109,6 +119,55 @@ int ms_silu_mul(const ms_exec *exec, float *out, const float *gate, const float 
 /* out, x, y: n values. */
 int ms_add(const ms_exec *exec, float *out, const float *x, const float *y, int64_t n);
 
+/* ---- the whole forward pass (forward.c) ---- */
+/* A packed matrix (rows, columns) of an ms_type. */
+typedef struct {
+    int type;
+    int64_t rows, columns;
+    const uint8_t *packed;
+    size_t packed_bytes;
+} ms_matrix;
+
+typedef struct {
+    const float *input_layernorm, *post_attention_layernorm; /* (D,) */
+    ms_matrix q_proj, k_proj, v_proj;                         /* (H d, D), (K d, D), (K d, D) */
+    ms_matrix o_proj;                                         /* (D, H d) */
+    ms_matrix gate_proj, up_proj, down_proj;                  /* (F, D), (F, D), (D, F) */
+} ms_layer;
+
+typedef struct {
+    int64_t hidden_size, intermediate_size, heads, kv_heads, head_dim, vocab_size, layer_count, positions;
+    float rms_norm_eps, attention_scale;
+    const float *cosine, *sine; /* (positions, d / 2) */
+    ms_matrix embed_tokens;     /* (V, D) */
+    const ms_layer *layers;     /* (layer_count,) */
+    const float *norm;          /* (D,) */
+    ms_matrix lm_head;          /* (V, D) */
+} ms_model;
+
+/* One layer's arrays each: as in ms_write_kv. */
+typedef struct {
+    int type; /* ms_kv_type */
+    int64_t num_blocks, block_size;
+    void *const *k, *const *v;              /* (layer_count,) */
+    float *const *k_scale, *const *v_scale; /* likewise, or NULL */
+} ms_kv_cache;
+
+/* What one step computes: minserve/model/model_input.py. The slots of a step are distinct. */
+typedef struct {
+    int64_t tokens, sequences, max_blocks, logits; /* T, S, and how many rows are wanted */
+    const int32_t *token_ids, *positions, *slot_mapping; /* (T,) */
+    const int32_t *block_tables;                         /* (S, max_blocks) */
+    const int32_t *context_lens, *query_start_loc;       /* (S,), (S + 1,) */
+    const int32_t *logits_indices;                       /* (logits,) */
+} ms_batch;
+
+/* logits (batch->logits, V). Writes keys and values into the cache. */
+int ms_forward_work(const ms_exec *exec, const ms_model *model, int64_t tokens, int64_t logits, size_t *bytes);
+int ms_forward(const ms_exec *exec, float *logits, const ms_model *model, const ms_kv_cache *cache,
+               const ms_batch *batch, uint8_t *work, size_t work_bytes);
+
+/* ---- sampling ---- */
 /* How R rows of logits are to be sampled: SamplingSettings in minserve/ops/sampling.py. Row r owns
  * [starts[r], starts[r + 1]) of a list; the starts are (R + 1,). */
 typedef struct {
@@ -135,5 +194,13 @@ int ms_sample(const ms_exec *exec, int32_t *token_ids, int32_t *status, const fl
               int64_t vocab, const ms_sampling *settings, uint8_t *work, size_t work_bytes);
 /* out (R, V): natural-log probabilities of logits (R, V), which are finite or -infinity. */
 int ms_log_softmax(const ms_exec *exec, double *out, const float *logits, int64_t rows, int64_t vocab);
+
+/* ---- the machine's limits (limits.c); the caller takes the time ---- */
+/* Reads data once, whose size is a multiple of 64. sum: of its 64-bit words, modulo 2^64. */
+int ms_measure_read(const ms_exec *exec, const uint8_t *data, size_t bytes, uint64_t *sum);
+/* Multiplies and adds in registers, rounds (1 .. 2^24) times. operations: multiplications and additions together;
+ * sum: of the products, each of which is 1. */
+int ms_measure_int8(const ms_exec *exec, int64_t rounds, int64_t *operations, int64_t *sum);
+int ms_measure_float(const ms_exec *exec, int64_t rounds, int64_t *operations, int64_t *sum);
 
 #endif

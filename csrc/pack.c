@@ -121,7 +121,7 @@ static int pack(const ms_exec *exec, const pack_job *job, size_t packed_bytes, i
     size_t needed;
     MS_TRY(ms_packed_bytes(type, job->rows, job->columns, &needed));
     if (packed_bytes < needed) return MS_BUFFER_TOO_SMALL;
-    ms_parallel(exec->threads, ms_ceil_div(job->rows, MS_PANEL), 8, pack_task, job);
+    ms_parallel(exec, ms_ceil_div(job->rows, MS_PANEL), 8, pack_task, job);
     return MS_OK;
 }
 

@@ -10,43 +10,56 @@
  */
 #ifdef MS_ISA
 
-/* q int8 (n,) <- x (n,), n = 16 or 32; returns the scale. */
-MS_INLINE float MS_FN(quantize_block)(int8_t *q, const float *x, int n) {
-    vec16 low = v_load(x), high = n == 32 ? v_load(x + 16) : low;
-    float largest = v_max_magnitude(low, high);
-    float inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
-    if (!(largest <= 3.4028235e38f) || inverse > 3.4028235e38f) { /* NaN, infinity; or too small to invert */
-        memset(q, 0, (size_t)n);
-    } else {
-        v_round_i8(q, v_mul(low, v_set1(inverse)));
-        if (n == 32) v_round_i8(q + 16, v_mul(high, v_set1(inverse)));
+/* Scales of up to 16 blocks of x (columns,), and what their values are to be multiplied by: lane by lane, because a
+ * division takes as long for sixteen as for one. inverse 0: q is to be 0. */
+MS_INLINE void MS_FN(block_scales)(float *scale, float *inverse, const float *x, int64_t columns) {
+    float largest[16] = {0};
+    for (int64_t b = 0; 32 * b < columns; b++) {
+        vec16 low = v_load(x + 32 * b), high = columns - 32 * b < 32 ? low : v_load(x + 32 * b + 16);
+        largest[b] = v_max_magnitude(low, high);
     }
-    return largest / 127.0f;
+    vec16 most = v_load(largest), limit = v_set1(3.4028235e38f), zero = v_set1(0.0f);
+    vec16 factor = v_less(zero, most, v_div(v_set1(127.0f), most), zero); /* a NaN is not above 0 */
+    factor = v_less(limit, most, zero, factor);                           /* infinity */
+    v_store(inverse, v_less(limit, factor, zero, factor));                /* too small to invert */
+    v_store(scale, v_div(most, v_set1(127.0f)));
+}
+
+/* q int8 (16,) <- x (16,); returns the sum of q. */
+MS_INLINE int32_t MS_FN(quantize_16)(int8_t *q, const float *x, float inverse) {
+    if (inverse > 0.0f) return v_round_i8(q, v_mul(v_load(x), v_set1(inverse)));
+    memset(q, 0, 16);
+    return 0;
 }
 
 static MS_TARGET void MS_FN(quantize_row)(uint8_t *out, const float *x, int64_t columns, const ms_kind *kind) {
     /* AVX2 multiplies signed bytes: it takes 128 off unsigned weights (linear_int8.c), and start puts it back. */
-    int shift = MS_ISA == MS_ISA_AVX2 && kind->bits == 8 ? 128 : 0;
-    for (int64_t column = 0; column < columns; column += 32) {
-        int8_t q[32];
-        int n = columns - column < 32 ? 16 : 32;
-        ms_block_end end = {0.0f, 0.0f, 0, 0};
-        end.scale = MS_FN(quantize_block)(q, x + column, n);
-        for (int i = 0; i < n; i += kind->width) {
-            int32_t sum = 0;
-            for (int k = 0; k < kind->width; k++) sum += q[i + k];
+    const int shift = MS_ISA == MS_ISA_AVX2 && kind->bits == 8 ? 128 : 0, width = kind->width;
+    for (int64_t column = 0; column < columns; column += 512) {
+        float scale[16], inverse[16];
+        const int64_t some = ms_min(512, columns - column);
+        MS_FN(block_scales)(scale, inverse, x + column, some);
+        for (int64_t i = 0; i < some; i += width) {
+            ms_block_end end = {0.0f, 0.0f, 0, 0};
+            int32_t sum = MS_FN(quantize_16)((int8_t *)out, x + column + i, inverse[i / 32]);
+            if (width == 32) sum += MS_FN(quantize_16)((int8_t *)out + 16, x + column + i + 16, inverse[i / 32]);
+            end.scale = scale[i / 32];
             end.min_sum = end.scale * (float)sum;
             end.start = (shift - kind->bias) * sum;
-            memcpy(out, q + i, (size_t)kind->width);
-            memcpy(out + kind->width, &end, sizeof end);
-            out += (size_t)kind->width + sizeof end;
+            memcpy(out + width, &end, sizeof end);
+            out += (size_t)width + sizeof end;
         }
     }
 }
 
 static MS_TARGET void MS_FN(quantize_plainly)(int8_t *q, float *scale, const float *x, int64_t columns) {
-    for (int64_t column = 0; column < columns; column += 32)
-        *scale++ = MS_FN(quantize_block)(q + column, x + column, columns - column < 32 ? 16 : 32);
+    for (int64_t column = 0; column < columns; column += 512) {
+        float scales[16], inverse[16];
+        const int64_t some = ms_min(512, columns - column);
+        MS_FN(block_scales)(scales, inverse, x + column, some);
+        for (int64_t i = 0; i < some; i += 16) MS_FN(quantize_16)(q + column + i, x + column + i, inverse[i / 32]);
+        memcpy(scale + column / 32, scales, (size_t)ms_ceil_div(some, 32) * sizeof(float));
+    }
 }
 
 #else

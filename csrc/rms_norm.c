@@ -19,12 +19,14 @@ static MS_TARGET void MS_FN(rms_norm)(float *out, const float *x, const float *w
 }
 
 #else
+#include "kernels.h"
 #define MS_BODY "rms_norm.c"
 #include "foreach_isa.h"
 
-typedef void rms_norm_kernel(float *out, const float *x, const float *weight, int64_t size, float eps);
+ms_rms_norm_kernel *const ms_rms_norm_kernels[] = MS_KERNELS(rms_norm);
+
 typedef struct {
-    rms_norm_kernel *kernel;
+    ms_rms_norm_kernel *kernel;
     float *out;
     const float *x, *weight;
     int64_t size;
@@ -40,12 +42,11 @@ static void rms_norm_task(const void *job, int64_t begin, int64_t end, int threa
 
 int ms_rms_norm(const ms_exec *exec, float *out, const float *x, const float *weight,
                 int64_t tokens, int64_t size, float eps) {
-    static rms_norm_kernel *const kernels[] = MS_KERNELS(rms_norm);
     MS_TRY(ms_check_exec(exec));
     if (!out || !x || !weight) return MS_NULL_POINTER;
     MS_TRY(ms_check_sizes(tokens, size, 1, 1));
-    rms_norm_job job = {kernels[exec->isa], out, x, weight, size, eps};
-    ms_parallel(exec->threads, tokens, ms_max(1, MS_PIECE / 5 / size), rms_norm_task, &job);
+    rms_norm_job job = {ms_rms_norm_kernels[exec->isa], out, x, weight, size, eps};
+    ms_parallel(exec, tokens, ms_max(1, MS_PIECE / 5 / size), rms_norm_task, &job);
     return MS_OK;
 }
 #endif

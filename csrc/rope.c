@@ -24,12 +24,14 @@ static MS_TARGET void MS_FN(rope)(float *out, const float *x, const float *cosin
 }
 
 #else
+#include "kernels.h"
 #define MS_BODY "rope.c"
 #include "foreach_isa.h"
 
-typedef void rope_kernel(float *out, const float *x, const float *cosine, const float *sine, int64_t half);
+ms_rope_kernel *const ms_rope_kernels[] = MS_KERNELS(rope);
+
 typedef struct {
-    rope_kernel *kernel;
+    ms_rope_kernel *kernel;
     float *out;
     const float *x, *cosine, *sine;
     int64_t heads, head_dim;
@@ -48,13 +50,12 @@ static void rope_task(const void *job, int64_t begin, int64_t end, int thread) {
 
 int ms_rope(const ms_exec *exec, float *out, const float *x, const float *cosine, const float *sine,
             int64_t tokens, int64_t heads, int64_t head_dim) {
-    static rope_kernel *const kernels[] = MS_KERNELS(rope);
     MS_TRY(ms_check_exec(exec));
     if (!out || !x || !cosine || !sine) return MS_NULL_POINTER;
     MS_TRY(ms_check_sizes(tokens, heads, head_dim, 1));
     if (head_dim % 2) return MS_BAD_SIZE;
-    rope_job job = {kernels[exec->isa], out, x, cosine, sine, heads, head_dim};
-    ms_parallel(exec->threads, tokens, ms_max(1, MS_PIECE / 5 / (heads * head_dim)), rope_task, &job);
+    rope_job job = {ms_rope_kernels[exec->isa], out, x, cosine, sine, heads, head_dim};
+    ms_parallel(exec, tokens, ms_max(1, MS_PIECE / 5 / (heads * head_dim)), rope_task, &job);
     return MS_OK;
 }
 #endif

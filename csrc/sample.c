@@ -174,6 +174,6 @@ int ms_sample(const ms_exec *exec, int32_t *token_ids, int32_t *status, const fl
     sample_job j = {ms_sample_kernels_of(exec->isa), settings, logits, token_ids, status, vocab,
                     ms_ceil_div(vocab, MS_CHUNK), NULL, (needed - 64) / (size_t)exec->threads};
     if (settings) j.work = ms_align(work);
-    ms_parallel(exec->threads, rows, ms_max(1, MS_PIECE / (settings ? 20 : 5) / vocab), sample_task, &j);
+    ms_parallel(exec, rows, ms_max(1, MS_PIECE / (settings ? 20 : 5) / vocab), sample_task, &j);
     return MS_OK;
 }

@@ -13,12 +13,14 @@ static MS_TARGET void MS_FN(silu_mul)(float *out, const float *gate, const float
 }
 
 #else
+#include "kernels.h"
 #define MS_BODY "silu_mul.c"
 #include "foreach_isa.h"
 
-typedef void silu_mul_kernel(float *out, const float *gate, const float *up, int64_t n);
+ms_silu_mul_kernel *const ms_silu_mul_kernels[] = MS_KERNELS(silu_mul);
+
 typedef struct {
-    silu_mul_kernel *kernel;
+    ms_silu_mul_kernel *kernel;
     float *out;
     const float *gate, *up;
 } silu_mul_job;
@@ -30,12 +32,11 @@ static void silu_mul_task(const void *job, int64_t begin, int64_t end, int threa
 }
 
 int ms_silu_mul(const ms_exec *exec, float *out, const float *gate, const float *up, int64_t n) {
-    static silu_mul_kernel *const kernels[] = MS_KERNELS(silu_mul);
     MS_TRY(ms_check_exec(exec));
     if (!out || !gate || !up) return MS_NULL_POINTER;
     MS_TRY(ms_check_sizes(n, 1, 1, 1));
-    silu_mul_job job = {kernels[exec->isa], out, gate, up};
-    ms_parallel(exec->threads, n, MS_PIECE / 20, silu_mul_task, &job);
+    silu_mul_job job = {ms_silu_mul_kernels[exec->isa], out, gate, up};
+    ms_parallel(exec, n, MS_PIECE / 20, silu_mul_task, &job);
     return MS_OK;
 }
 #endif

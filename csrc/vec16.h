@@ -35,11 +35,17 @@
 #define v_pow2 MS_FN(v_pow2)
 #define v_round_i8 MS_FN(v_round_i8)
 #define v_first MS_FN(v_first)
+#define v_larger MS_FN(v_larger)
 #define v_max MS_FN(v_max)
 #define v_max_magnitude MS_FN(v_max_magnitude)
 #define v_sum MS_FN(v_sum)
-#define v_sum_each MS_FN(v_sum_each)
+#define v_folds MS_FN(v_folds)
+#define v_fold MS_FN(v_fold)
+#define v_unfold MS_FN(v_unfold)
+#define v_max_each MS_FN(v_max_each)
+#define v_transpose MS_FN(v_transpose)
 #define v_exp MS_FN(v_exp)
+#define v_exp_fall MS_FN(v_exp_fall)
 #endif
 
 #if MS_ISA == MS_ISA_PLAIN
@@ -79,10 +85,21 @@ MS_INLINE void v_store_half_part(uint16_t *p, vec16 x, int64_t n) {
     memcpy(p, lanes, (size_t)n * 2);
 }
 
-/* e^x. With n = round(x / ln 2) and r = x - n ln 2, |r| <= 0.347: e^x = 2^n e^r, and e^r is its Taylor
- * series to r^7 / 7! (what is left out is 5e-9 of it). ln 2 comes in two parts so that n * ln2_high is
- * exact. Below -87 the result is 0, above 88 infinity; NaN stays NaN. */
-MS_INLINE vec16 v_exp(vec16 x) {
+/* lane k of the result is the largest of the vector rows[16 * k ..] */
+MS_INLINE vec16 v_max_each(const float *rows) {
+    float folded[256];
+    for (int k = 0; k < 16 / v_folds; k++) {
+        vec16 x[v_folds];
+        MS_UNROLL for (int i = 0; i < v_folds; i++) x[i] = v_load(rows + 16 * (k + i * (16 / v_folds)));
+        v_fold(1, folded, x, k);
+    }
+    return v_unfold(1, folded);
+}
+
+/* e^x for x <= 0. With n = round(x / ln 2) and r = x - n ln 2, |r| <= 0.347: e^x = 2^n e^r, and e^r is its
+ * Taylor series to r^7 / 7! (what is left out is 5e-9 of it). ln 2 comes in two parts so that n * ln2_high is
+ * exact. Below -87 the result is 0; NaN stays NaN. */
+MS_INLINE vec16 v_exp_fall(vec16 x) {
     const vec16 one = v_set1(1.0f), magic = v_set1(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     vec16 shifted = v_fma(x, v_set1(1.44269504f), magic), n = v_sub(shifted, magic);
     vec16 r = v_fma(n, v_set1(-0.693359375f), x);
@@ -95,6 +112,7 @@ MS_INLINE vec16 v_exp(vec16 x) {
     p = v_fma(p, r, v_set1(0.5f));
     p = v_fma(p, r, one);
     p = v_mul(v_fma(p, r, one), v_pow2(shifted));
-    p = v_less(x, v_set1(-87.0f), v_set1(0.0f), p);
-    return v_less(v_set1(88.0f), x, v_set1(INFINITY), p);
+    return v_less(x, v_set1(-87.0f), v_set1(0.0f), p);
 }
+/* e^x for any x; above 88 it is infinity. */
+MS_INLINE vec16 v_exp(vec16 x) { return v_less(v_set1(88.0f), x, v_set1(INFINITY), v_exp_fall(x)); }

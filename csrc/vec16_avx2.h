@@ -45,11 +45,18 @@ MS_INLINE __m256 MS_FN(v_pow2_one)(__m256 x) {
     return _mm256_castsi256_ps(_mm256_add_epi32(n, _mm256_set1_epi32(0x3f800000)));
 }
 MS_INLINE vec16 v_pow2(vec16 x) { return MS_FN(v_pair)(MS_FN(v_pow2_one)(x.a), MS_FN(v_pow2_one)(x.b)); }
-MS_INLINE void v_round_i8(int8_t *p, vec16 x) {
-    __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)); /* 0-3 8-11 | 4-7 12-15 */
+MS_INLINE int32_t MS_FN(v_sum_i32)(__m256i x) {
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+MS_INLINE int32_t v_round_i8(int8_t *p, vec16 x) {
+    __m256i a = _mm256_cvtps_epi32(x.a), b = _mm256_cvtps_epi32(x.b);
+    __m256i words = _mm256_packs_epi32(a, b); /* 0-3 8-11 | 4-7 12-15 */
     words = _mm256_permute4x64_epi64(words, 0xd8);
     _mm_storeu_si128((__m128i *)p,
                      _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    return MS_FN(v_sum_i32)(_mm256_add_epi32(a, b));
 }
 MS_INLINE vec16 v_first(vec16 x, int n) {
     __m256 lanes = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), low = _mm256_set1_ps(-INFINITY);
@@ -57,6 +64,7 @@ MS_INLINE vec16 v_first(vec16 x, int n) {
     __m256 second = _mm256_cmp_ps(lanes, _mm256_set1_ps((float)(n - 8)), _CMP_LT_OQ);
     return MS_FN(v_pair)(_mm256_blendv_ps(low, x.a, first), _mm256_blendv_ps(low, x.b, second));
 }
+MS_INLINE vec16 v_larger(vec16 x, vec16 y) { return MS_FN(v_pair)(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
 MS_INLINE float v_max(vec16 x) {
     __m256 m = _mm256_max_ps(x.a, x.b);
     __m128 h = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
@@ -80,21 +88,55 @@ MS_INLINE float v_sum(vec16 x) {
     h = _mm_add_ps(h, _mm_movehl_ps(h, h));
     return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
 }
-/* lanes i + i+8 of vectors k and k+8, then i + i+4: four partial sums of k | four of k+8 */
-MS_INLINE __m256 MS_FN(v_fold)(const float *rows, int k) {
-    vec16 x = v_load(rows + 16 * k), y = v_load(rows + 16 * (k + 8));
-    __m256 s = _mm256_add_ps(x.a, x.b), t = _mm256_add_ps(y.a, y.b);
-    return _mm256_add_ps(_mm256_permute2f128_ps(s, t, 0x20), _mm256_permute2f128_ps(s, t, 0x31));
+MS_INLINE __m256 MS_FN(v_join)(int most, __m256 x, __m256 y) {
+    return most ? _mm256_max_ps(x, y) : _mm256_add_ps(x, y);
+}
+/* vectors k and k+8: lanes i + i+8, then i + i+4: four partial sums of one | four of the other */
+enum { v_folds = 2 };
+MS_INLINE void v_fold(int most, float *folded, const vec16 *x, int k) {
+    __m256 s = MS_FN(v_join)(most, x[0].a, x[0].b), t = MS_FN(v_join)(most, x[1].a, x[1].b);
+    s = MS_FN(v_join)(most, _mm256_permute2f128_ps(s, t, 0x20), _mm256_permute2f128_ps(s, t, 0x31));
+    _mm256_storeu_ps(folded + 8 * k, s);
 }
 /* then i + i+2 and i + i+1: the sums of vectors k .. k+3 | k+8 .. k+11 */
-MS_INLINE __m256 MS_FN(v_fold4)(const float *rows, int k) {
-    __m256 w0 = MS_FN(v_fold)(rows, k), w1 = MS_FN(v_fold)(rows, k + 1);
-    __m256 w2 = MS_FN(v_fold)(rows, k + 2), w3 = MS_FN(v_fold)(rows, k + 3);
-    __m256 z0 = _mm256_add_ps(_mm256_shuffle_ps(w0, w1, 0x44), _mm256_shuffle_ps(w0, w1, 0xee));
-    __m256 z1 = _mm256_add_ps(_mm256_shuffle_ps(w2, w3, 0x44), _mm256_shuffle_ps(w2, w3, 0xee));
-    return _mm256_add_ps(_mm256_shuffle_ps(z0, z1, 0x88), _mm256_shuffle_ps(z0, z1, 0xdd));
+MS_INLINE __m256 MS_FN(v_fold4)(int most, const float *folded, int k) {
+    __m256 w0 = _mm256_loadu_ps(folded + 8 * k), w1 = _mm256_loadu_ps(folded + 8 * (k + 1));
+    __m256 w2 = _mm256_loadu_ps(folded + 8 * (k + 2)), w3 = _mm256_loadu_ps(folded + 8 * (k + 3));
+    __m256 z0 = MS_FN(v_join)(most, _mm256_shuffle_ps(w0, w1, 0x44), _mm256_shuffle_ps(w0, w1, 0xee));
+    __m256 z1 = MS_FN(v_join)(most, _mm256_shuffle_ps(w2, w3, 0x44), _mm256_shuffle_ps(w2, w3, 0xee));
+    return MS_FN(v_join)(most, _mm256_shuffle_ps(z0, z1, 0x88), _mm256_shuffle_ps(z0, z1, 0xdd));
 }
-MS_INLINE vec16 v_sum_each(const float *rows) {
-    __m256 low = MS_FN(v_fold4)(rows, 0), high = MS_FN(v_fold4)(rows, 4);
+MS_INLINE vec16 v_unfold(int most, const float *folded) {
+    __m256 low = MS_FN(v_fold4)(most, folded, 0), high = MS_FN(v_fold4)(most, folded, 4);
     return MS_FN(v_pair)(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+/* eight by eight, in place: pairs, then fours within a half register, then the halves */
+MS_INLINE void MS_FN(v_transpose8)(__m256 *x) {
+    __m256 t[8], u[8];
+    MS_UNROLL for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+    MS_UNROLL for (int i = 0; i < 8; i += 4) {
+        MS_UNROLL for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+            u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+        }
+    }
+    MS_UNROLL for (int i = 0; i < 4; i++) {
+        x[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20);
+        x[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31);
+    }
+}
+MS_INLINE void v_transpose(vec16 *x) {
+    __m256 corner[4][8]; /* rows 0-7 of lanes 0-7, of lanes 8-15; rows 8-15 of both */
+    MS_UNROLL for (int i = 0; i < 8; i++) {
+        corner[0][i] = x[i].a, corner[1][i] = x[i].b;
+        corner[2][i] = x[i + 8].a, corner[3][i] = x[i + 8].b;
+    }
+    MS_UNROLL for (int k = 0; k < 4; k++) MS_FN(v_transpose8)(corner[k]);
+    MS_UNROLL for (int i = 0; i < 8; i++) {
+        x[i].a = corner[0][i], x[i].b = corner[2][i];
+        x[i + 8].a = corner[1][i], x[i + 8].b = corner[3][i];
+    }
 }

@@ -30,12 +30,18 @@ MS_INLINE vec16 v_pow2(vec16 x) {
     __m512i n = _mm512_slli_epi32(_mm512_castps_si512(x), 23);
     return _mm512_castsi512_ps(_mm512_add_epi32(n, _mm512_set1_epi32(0x3f800000)));
 }
-MS_INLINE void v_round_i8(int8_t *p, vec16 x) {
-    _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+MS_INLINE int32_t v_round_i8(int8_t *p, vec16 x) {
+    __m512i n = _mm512_cvtps_epi32(x);
+    _mm_storeu_si128((__m128i *)p, _mm512_cvtsepi32_epi8(n));
+    __m256i s = _mm256_add_epi32(_mm512_castsi512_si256(n), _mm512_extracti64x4_epi64(n, 1));
+    __m128i h = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+    h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
 }
 MS_INLINE vec16 v_first(vec16 x, int n) {
     return _mm512_mask_blend_ps((__mmask16)((1u << n) - 1), _mm512_set1_ps(-INFINITY), x);
 }
+MS_INLINE vec16 v_larger(vec16 x, vec16 y) { return _mm512_max_ps(x, y); }
 MS_INLINE float v_max(vec16 x) {
     __m256 m = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
     __m128 h = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
@@ -58,21 +64,43 @@ MS_INLINE float v_sum(vec16 x) {
     h = _mm_add_ps(h, _mm_movehl_ps(h, h));
     return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
 }
+MS_INLINE vec16 MS_FN(v_join)(int most, vec16 x, vec16 y) { return most ? _mm512_max_ps(x, y) : _mm512_add_ps(x, y); }
 /* lanes i + i+8 of two vectors: eight partial sums of x | eight of y */
-MS_INLINE vec16 MS_FN(v_fold8)(const float *rows, int k) {
-    vec16 x = v_load(rows + 16 * k), y = v_load(rows + 16 * (k + 8));
-    return v_add(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+MS_INLINE vec16 MS_FN(v_fold8)(int most, vec16 x, vec16 y) {
+    return MS_FN(v_join)(most, _mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
 }
 /* then i + i+4: four partial sums of each of the vectors k, k+8, k+4, k+12 */
-MS_INLINE vec16 MS_FN(v_fold4)(const float *rows, int k) {
-    vec16 x = MS_FN(v_fold8)(rows, k), y = MS_FN(v_fold8)(rows, k + 4);
-    return v_add(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+enum { v_folds = 4 };
+MS_INLINE void v_fold(int most, float *folded, const vec16 *x, int k) {
+    vec16 s = MS_FN(v_fold8)(most, x[0], x[2]), t = MS_FN(v_fold8)(most, x[1], x[3]);
+    s = MS_FN(v_join)(most, _mm512_shuffle_f32x4(s, t, 0x88), _mm512_shuffle_f32x4(s, t, 0xdd));
+    v_store(folded + 16 * k, s);
 }
-MS_INLINE vec16 v_sum_each(const float *rows) {
-    vec16 w0 = MS_FN(v_fold4)(rows, 0), w1 = MS_FN(v_fold4)(rows, 1);
-    vec16 w2 = MS_FN(v_fold4)(rows, 2), w3 = MS_FN(v_fold4)(rows, 3);
-    vec16 z0 = v_add(_mm512_shuffle_ps(w0, w1, 0x44), _mm512_shuffle_ps(w0, w1, 0xee)); /* i + i+2 */
-    vec16 z1 = v_add(_mm512_shuffle_ps(w2, w3, 0x44), _mm512_shuffle_ps(w2, w3, 0xee));
-    vec16 s = v_add(_mm512_shuffle_ps(z0, z1, 0x88), _mm512_shuffle_ps(z0, z1, 0xdd)); /* i + i+1: 0-3 8-11 4-7 12-15 */
-    return _mm512_shuffle_f32x4(s, s, 0xd8);
+MS_INLINE vec16 v_unfold(int most, const float *folded) {
+    vec16 w0 = v_load(folded), w1 = v_load(folded + 16), w2 = v_load(folded + 32), w3 = v_load(folded + 48);
+    vec16 z0 = MS_FN(v_join)(most, _mm512_shuffle_ps(w0, w1, 0x44), _mm512_shuffle_ps(w0, w1, 0xee)); /* i + i+2 */
+    vec16 z1 = MS_FN(v_join)(most, _mm512_shuffle_ps(w2, w3, 0x44), _mm512_shuffle_ps(w2, w3, 0xee));
+    vec16 s = MS_FN(v_join)(most, _mm512_shuffle_ps(z0, z1, 0x88), _mm512_shuffle_ps(z0, z1, 0xdd)); /* i + i+1 */
+    return _mm512_shuffle_f32x4(s, s, 0xd8); /* from 0-3 8-11 4-7 12-15 */
+}
+/* Blocks of four by four, then the blocks: u[4 g + j] holds lanes j, 4 + j, 8 + j, 12 + j of vectors 4 g .. 4 g + 3. */
+MS_INLINE void v_transpose(vec16 *x) {
+    __m512 t[16], u[16];
+    MS_UNROLL for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    MS_UNROLL for (int i = 0; i < 16; i += 4) {
+        MS_UNROLL for (int j = 0; j < 2; j++) {
+            u[i + 2 * j] = _mm512_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+            u[i + 2 * j + 1] = _mm512_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+        }
+    }
+    MS_UNROLL for (int j = 0; j < 4; j++) {
+        __m512 even = _mm512_shuffle_f32x4(u[j], u[j + 4], 0x88), odd = _mm512_shuffle_f32x4(u[j], u[j + 4], 0xdd);
+        __m512 even2 = _mm512_shuffle_f32x4(u[j + 8], u[j + 12], 0x88);
+        __m512 odd2 = _mm512_shuffle_f32x4(u[j + 8], u[j + 12], 0xdd);
+        x[j] = _mm512_shuffle_f32x4(even, even2, 0x88), x[j + 8] = _mm512_shuffle_f32x4(even, even2, 0xdd);
+        x[j + 4] = _mm512_shuffle_f32x4(odd, odd2, 0x88), x[j + 12] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
+    }
 }

@@ -36,15 +36,23 @@ MS_INLINE vec16 v_pow2(vec16 x) {
     MS_LANES x.lane[i] = ms_bits_to_float((ms_float_to_bits(x.lane[i]) << 23) + 0x3f800000);
     return x;
 }
-/* the nearest integers, ties to even; |x| <= 127 */
-MS_INLINE void v_round_i8(int8_t *p, vec16 x) {
+/* the nearest integers, ties to even; |x| <= 127. Returns their sum. */
+MS_INLINE int32_t v_round_i8(int8_t *p, vec16 x) {
+    int32_t sum = 0;
     MS_LANES {
         uint32_t low = ms_float_to_bits(x.lane[i] + 12582912.0f) & 0xff; /* as in v_pow2 */
         p[i] = (int8_t)((int32_t)low - (low & 0x80 ? 256 : 0));
+        sum += p[i];
     }
+    return sum;
 }
 /* lanes 0 .. n-1 of x, the rest -infinity */
 MS_INLINE vec16 v_first(vec16 x, int n) { MS_LANES if (i >= n) x.lane[i] = -INFINITY; return x; }
+/* a > b ? a : b, so b if there is a NaN */
+MS_INLINE vec16 v_larger(vec16 a, vec16 b) {
+    MS_LANES a.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
+    return a;
+}
 MS_INLINE float v_max(vec16 x) {
     float most = x.lane[0];
     MS_LANES most = x.lane[i] > most ? x.lane[i] : most;
@@ -66,10 +74,18 @@ MS_INLINE float v_sum(vec16 x) {
         for (int i = 0; i < half; i++) x.lane[i] += x.lane[i + half];
     return x.lane[0];
 }
-/* lane k of the result is the sum of the vector rows[16 * k ..] */
-MS_INLINE vec16 v_sum_each(const float *rows) {
-    vec16 r;
-    MS_LANES r.lane[i] = v_sum(v_load(rows + 16 * i));
-    return r;
+/* The sums of sixteen vectors (`most`: their largest lanes) in the lanes of one, without sixteen v_sum. v_fold
+ * takes v_folds of them at once, k and every (16 / v_folds)th after it, and leaves in `folded` (256,) what
+ * v_unfold wants once all are there. */
+enum { v_folds = 1 };
+MS_INLINE void v_fold(int most, float *folded, const vec16 *x, int k) { folded[k] = most ? v_max(*x) : v_sum(*x); }
+MS_INLINE vec16 v_unfold(int most, const float *folded) { (void)most; return v_load(folded); }
+/* lane j of vector i <-> lane i of vector j */
+MS_INLINE void v_transpose(vec16 *x) {
+    for (int j = 0; j < 16; j++)
+        for (int i = 0; i < j; i++) {
+            float kept = x[i].lane[j];
+            x[i].lane[j] = x[j].lane[i], x[j].lane[i] = kept;
+        }
 }
 #undef MS_LANES

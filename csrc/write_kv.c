@@ -57,12 +57,14 @@ static MS_TARGET void MS_FN(write_row)(void *cache, float *scales, int type, int
 #else
 #include <float.h>
 
+#include "kernels.h"
 #define MS_BODY "write_kv.c"
 #include "foreach_isa.h"
 
-typedef void write_row_kernel(void *cache, float *scales, int type, int64_t row, const float *x, int64_t size);
+ms_write_row_kernel *const ms_write_row_kernels[] = MS_KERNELS(write_row);
+
 typedef struct {
-    write_row_kernel *kernel;
+    ms_write_row_kernel *kernel;
     const float *k, *v;
     void *k_cache, *v_cache;
     float *k_scale, *v_scale;
@@ -87,7 +89,6 @@ static void write_kv_task(const void *job, int64_t begin, int64_t end, int threa
 int ms_write_kv(const ms_exec *exec, const float *k, const float *v, void *k_cache, void *v_cache,
                 float *k_scale, float *v_scale, int cache_type, const int32_t *slot_mapping,
                 int64_t tokens, int64_t kv_heads, int64_t head_dim, int64_t num_blocks, int64_t block_size) {
-    static write_row_kernel *const kernels[] = MS_KERNELS(write_row);
     MS_TRY(ms_check_exec(exec));
     if (!k || !v || !k_cache || !v_cache || !slot_mapping) return MS_NULL_POINTER;
     if (cache_type < MS_KV_F32 || cache_type > MS_KV_I8) return MS_BAD_TYPE;
@@ -96,10 +97,9 @@ int ms_write_kv(const ms_exec *exec, const float *k, const float *v, void *k_cac
     MS_TRY(ms_check_sizes(num_blocks, kv_heads, block_size, head_dim));
     for (int64_t t = 0; t < tokens; t++)
         if (slot_mapping[t] < 0 || slot_mapping[t] >= num_blocks * block_size) return MS_BAD_SLOT;
-    write_kv_job job = {kernels[exec->isa], k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, cache_type,
+    write_kv_job job = {ms_write_row_kernels[exec->isa], k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, cache_type,
                         tokens, kv_heads, head_dim, block_size};
-    int threads = tokens * kv_heads * head_dim < MS_PIECE / 5 ? 1 : exec->threads;
-    ms_parallel(threads, kv_heads, 1, write_kv_task, &job);
+    ms_parallel(exec, kv_heads, tokens * kv_heads * head_dim < MS_PIECE / 5 ? kv_heads : 1, write_kv_task, &job);
     return MS_OK;
 }
 #endif

@@ -145,6 +145,36 @@ def test_a_query_does_not_know_its_batch_nor_its_blocks(
             )
 
 
+@pytest.mark.parametrize("cache", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (14, 2), (17, 1), (100, 1)])
+def test_few_rows_and_many_have_the_same_bits(heads: int, kv_heads: int, cache: type) -> None:
+    """Decodes and small chunks keep a row's values in the lanes, prompts keep sixteen rows there: groups of 3, 7,
+    17 and 100 heads, from one token to more than one task of them, around the ends of spans and stretches."""
+    rng = np.random.default_rng(heads)
+    length = 140
+    sequences = Sequences.random(rng, [length], heads, kv_heads, 40)
+    caches = sequences.cache(rng, 16, cache)
+    whole = attend_everywhere(sequences, caches, [(0, length)])
+    for begin, end in [(0, 1), (15, 17), (62, 66), (63, 64), (64, 65), (100, 105), (127, 130), (139, 140)]:
+        np.testing.assert_array_equal(attend_everywhere(sequences, caches, [(begin, end)]), whole[begin:end])
+    q, lens, starts = sequences.step([(0, length)])
+    right = reference.paged_attention(q, *caches, lens, starts, sequences.scale)
+    np.testing.assert_allclose(whole, right, rtol=0, atol=50 * 2**-24)
+
+
+def test_every_token_of_a_crowded_step_is_found() -> None:
+    """Forty sequences with none, one or many new tokens each: tasks are found by the numbers of tokens before them."""
+    rng = np.random.default_rng(0)
+    lengths = [int(n) for n in rng.integers(1, 80, 40)]
+    sequences = Sequences.random(rng, lengths, 6, 2, 16)
+    caches = sequences.cache(rng, 5, np.float16)
+    new = [int(rng.choice([0, 1, n // 2, n])) for n in lengths]
+    result = attend_everywhere(sequences, caches, [(n - some, n) for n, some in zip(lengths, new, strict=True)])
+    q, lens, starts = sequences.step([(n - some, n) for n, some in zip(lengths, new, strict=True)])
+    right = reference.paged_attention(q, *caches, lens, starts, sequences.scale)
+    np.testing.assert_allclose(result, right, rtol=0, atol=50 * 2**-24)
+
+
 def test_a_long_context_keeps_its_sum() -> None:
     """Scores that rise all the way make the running maximum change in every span; equal ones give the mean."""
     rng = np.random.default_rng(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -58,7 +57,7 @@ def test_info_tells_what_was_built() -> None:
     assert info["reason"] is None
     assert info["isas"][0] == "plain"
     assert info["compiler"].split()[0] in ("gcc", "clang", "another")
-    assert info["max_threads"] == (native_core.usable_cpus() if info["openmp"] else 1)
+    assert info["max_threads"] == (native_core.usable_cpus() if info["threads"] else 1)
 
 
 def fake_core(monkeypatch: pytest.MonkeyPatch, module: Any) -> str | native_core.Core:
@@ -116,33 +115,6 @@ def test_without_cffi_the_package_works_and_says_what_is_missing() -> None:
     assert second == "the C core cannot run: the package cffi is missing: run `pip install cffi`"
 
 
-@pytest.mark.skipif(not native.info()["openmp"], reason="no OpenMP")
-@pytest.mark.parametrize(("chosen", "passive"), [(None, True), ("active", False)])
-def test_waiting_threads_sleep_unless_the_user_says_otherwise(chosen: str | None, passive: bool) -> None:
-    """They spun, and on a busy machine took the processor from the thread that they waited for. The variable
-    that stops it is set while the library starts, and is afterwards as it was: other programs inherit it."""
-    code = """
-        import os
-        from minserve.ops import native
-        assert native.why_unavailable() is None
-        assert native.info()["openmp"]  # asks the library, so that it has started by now
-        print(os.environ.get("OMP_WAIT_POLICY"))
-    """
-    environment = {} if chosen is None else {"OMP_WAIT_POLICY": chosen}
-    result = run_python(code, OMP_DISPLAY_ENV="verbose", KMP_SETTINGS="1", **environment)
-    assert result.stdout == f"{chosen}\n", result.stderr
-    # GCC's library shows the turns of its waiting loop, LLVM's the milliseconds.
-    shown = re.search(r"(?:GOMP_SPINCOUNT|KMP_BLOCKTIME) ?= ?'?(\w+)", result.stdout + result.stderr)
-    if shown is not None:
-        assert (shown[1] in ("0", "0ms")) == passive
-
-
-def test_a_core_that_does_not_load_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert isinstance(fake_core(monkeypatch, None), str)
-    assert "OMP_WAIT_POLICY" not in os.environ
-
-
 def test_one_backend_serves_many_python_threads() -> None:
     """Work space belongs to the calling thread: shared, one call would overwrite another's activations."""
     rng = np.random.default_rng(0)
@@ -157,7 +129,7 @@ def test_one_backend_serves_many_python_threads() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_a_forked_child_computes_and_does_not_hang() -> None:
-    """OpenMP's threads are not copied by fork, and a child that waits for them waits for ever: it uses one."""
+    """A fork copies no thread but its caller, and a child that waits for the others waits for ever: it uses one."""
     code = """
         import os, signal
         import numpy as np

@@ -182,10 +182,10 @@ def _core() -> list[Finding]:
         Finding("C core", f"present, built by {info.get('compiler') or 'an unknown compiler'}"),
         Finding("instructions", f"{info.get('isa')} (available: {', '.join(info.get('isas') or ())})"),
     ]
-    if info.get("openmp"):
-        return [*findings, Finding("OpenMP", f"yes, {info.get('max_threads')} threads")]
-    advice = "the core runs on one thread; build with a compiler that takes -fopenmp (macOS: brew install libomp)"
-    return [*findings, Finding("OpenMP", "no: one thread", "missing", advice)]
+    if info.get("threads"):
+        return [*findings, Finding("threads", str(info.get("max_threads")))]
+    advice = "the core runs on one thread: build it with a compiler that has pthread.h, or OpenMP"
+    return [*findings, Finding("threads", "one: it was built without", "missing", advice)]
 
 
 def _self_check() -> list[Finding]:

@@ -109,6 +109,7 @@ class ServedModel:
             self.max_model_len,
             progress=None if progress is None else lambda done, total: progress("load", done, total),
         )
+        self.model_file.release()
         types = "+".join(sorted(self._transformer.weight_types))
         self._identity = CacheIdentity(
             model_revision=self.model_file.revision(),

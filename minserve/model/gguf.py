@@ -24,7 +24,7 @@ import numpy as np
 
 from minserve.errors import ModelFileError, UnsupportedModelError
 from minserve.model.gguf_values import LONGEST_NAME, Cursor
-from minserve.model.mapped import map_file
+from minserve.model.mapped import map_file, release_pages
 from minserve.ops.dtypes import WEIGHT_TYPES, Tensor, WeightType
 
 MAGIC = b"GGUF"
@@ -96,6 +96,10 @@ class GGUFFile:
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise ModelFileError(f"{self.path}: {key} must be of kind {kind.__name__}, not {value!r:.80}")
         return value
+
+    def release(self) -> None:
+        """Give back the memory that reading took; the file stays open, and what is needed again is read again."""
+        release_pages(self._map)
 
     def close(self) -> None:
         """Let go of the file. Tensors still in use keep its memory mapped until they are gone."""

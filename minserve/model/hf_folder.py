@@ -43,6 +43,11 @@ class HFFolder:
             self.close()
             raise
 
+    def release(self) -> None:
+        """Give back the memory that reading took; the files stay open, and what is needed again is read again."""
+        for file in self._files:
+            file.release()
+
     def close(self) -> None:
         """Let go of the files. Tensors still in use keep their memory mapped until they are gone."""
         self.tensors = {}

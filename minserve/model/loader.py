@@ -35,12 +35,17 @@ class ModelFile:
     vocabulary: Vocabulary
     tensors: Mapping[str, Tensor]
     _close: Callable[[], None]
+    _release: Callable[[], None]
 
     def revision(self) -> str:
         """A digest of which files these are: their places, sizes and times of change. A replaced file is another."""
         paths = sorted(path for path in self.path.iterdir() if path.is_file()) if self.path.is_dir() else [self.path]
         facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
+
+    def release(self) -> None:
+        """Give back the memory that reading took: a backend has its own copy of the weights. The files stay open."""
+        self._release()
 
     def close(self) -> None:
         """Let go of the files. Tensors still in use keep their memory mapped until they are gone."""
@@ -73,7 +78,7 @@ def open_model(path: str | os.PathLike[str]) -> ModelFile:
     except BaseException:
         file.close()
         raise
-    return ModelFile(path, path.stem, "GGUF", config, vocabulary, tensors, file.close)
+    return ModelFile(path, path.stem, "GGUF", config, vocabulary, tensors, file.close, file.release)
 
 
 def _open_folder(path: Path) -> ModelFile:
@@ -83,4 +88,6 @@ def _open_folder(path: Path) -> ModelFile:
         raise ModelFileError(f"{path} is not a model folder: it has no config.json{hint}")
     folder = HFFolder(path)
     name = path.resolve().name
-    return ModelFile(path, name, "safetensors", folder.config, folder.vocabulary, folder.tensors, folder.close)
+    return ModelFile(
+        path, name, "safetensors", folder.config, folder.vocabulary, folder.tensors, folder.close, folder.release
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap as mapping
 import os
 import stat
 from mmap import ACCESS_READ, mmap
@@ -29,3 +30,10 @@ def map_file(path: Path, kind: str) -> mmap:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # a null character in the path; a file that shrank meanwhile
         raise ModelFileError(f"{str(path)!r} cannot be read: {error}") from None
+
+
+def release_pages(file: mmap) -> None:
+    """Give back the memory that reading the file took. What is read again comes from the file again."""
+    advice = getattr(mapping, "MADV_DONTNEED", None)  # not on Windows
+    if advice is not None and not file.closed:
+        file.madvise(advice)

@@ -21,7 +21,7 @@ import numpy as np
 
 from minserve.errors import ModelFileError, UnsupportedModelError
 from minserve.model.json_file import shown
-from minserve.model.mapped import map_file
+from minserve.model.mapped import map_file, release_pages
 from minserve.ops.dtypes import BF16, F16, F32, Tensor, WeightType
 
 LONGEST_HEADER = 32 * 2**20  # bytes; a tensor takes about 100
@@ -64,6 +64,10 @@ class SafetensorsFile:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def release(self) -> None:
+        """Give back the memory that reading took; the file stays open, and what is needed again is read again."""
+        release_pages(self._map)
 
     def close(self) -> None:
         """Let go of the file. Tensors still in use keep its memory mapped until they are gone."""

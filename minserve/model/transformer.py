@@ -18,6 +18,7 @@ from minserve.model.model_input import ModelInput
 from minserve.model.rope import inverse_frequencies
 from minserve.ops import Backend
 from minserve.ops.dtypes import Tensor
+from minserve.ops.native_forward import ForwardModel
 from minserve.ops.quantized_kv import KVLayer
 
 
@@ -55,6 +56,9 @@ class Transformer:
 
     tensors: stored weights by Hugging Face name. max_model_len: positions to make cosines for.
     progress(done, total) is called as layers are prepared.
+
+    `forward` is one call into the backend if that has a fused forward pass (its method `fuse`), and otherwise
+    `forward_by_operations`, which is the definition; both give the same bits.
     """
 
     def __init__(
@@ -96,6 +100,25 @@ class Transformer:
         angles = np.arange(max_model_len)[:, None] * inv_freq[None, :]  # float64 (positions, d/2)
         self.cos = (np.cos(angles) * attention_factor).astype(np.float32)
         self.sin = (np.sin(angles) * attention_factor).astype(np.float32)
+        fuse = getattr(ops, "fuse", None)
+        self._fused = None if fuse is None else fuse(self._forward_model())
+
+    def _forward_model(self) -> ForwardModel:
+        config = self.config
+        return ForwardModel(
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            intermediate_size=config.intermediate_size,
+            rms_norm_eps=config.rms_norm_eps,
+            attention_scale=config.head_dim**-0.5,
+            embed_tokens=self.embed_tokens,
+            layers=[vars(layer) for layer in self.layers],
+            norm=self.norm,
+            lm_head=self.lm_head,
+            cosine=self.cos,
+            sine=self.sin,
+        )
 
     def forward(self, batch: ModelInput, k_caches: Sequence[KVLayer], v_caches: Sequence[KVLayer]) -> np.ndarray:
         """Run one step. Writes the tokens' keys and values into the caches; returns logits (L, V).
@@ -103,10 +126,32 @@ class Transformer:
         k_caches, v_caches: one array a layer, as `ops.reference.paged_attention` describes them.
         Raises ParameterError if a token id is not in the vocabulary.
         """
+        if self._fused is None:
+            return self.forward_by_operations(batch, k_caches, v_caches)
+        self._check_ids(batch.token_ids)
+        return self._fused(
+            batch.token_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.block_tables,
+            batch.context_lens,
+            batch.query_start_loc,
+            batch.logits_indices,
+            k_caches,
+            v_caches,
+        )
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
+            raise ParameterError(f"a token id is outside the vocabulary (0 to {self.config.vocab_size - 1})")
+
+    def forward_by_operations(
+        self, batch: ModelInput, k_caches: Sequence[KVLayer], v_caches: Sequence[KVLayer]
+    ) -> np.ndarray:
+        """What `forward` computes, one operation of the backend after the other."""
         ops, config = self.ops, self.config
         ids = batch.token_ids
-        if ids.size and (ids.min() < 0 or ids.max() >= config.vocab_size):
-            raise ParameterError(f"a token id is outside the vocabulary (0 to {config.vocab_size - 1})")
+        self._check_ids(ids)
         T, H, K, d = ids.size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # (T, d/2) each
         scale = d**-0.5

@@ -22,15 +22,18 @@ from minserve.ops.native_core import (
     INT32,
     ISAS,
     UINT8,
+    Core,
     info,
     load,
     usable_cpus,
     why_unavailable,
 )
+from minserve.ops.native_forward import ForwardModel, NativeForward
 from minserve.ops.native_weights import PackedWeight, pack
 from minserve.ops.quantized_kv import KVLayer, QuantizedKV
 from minserve.ops.reference import dequantize
 from minserve.ops.sampling import SamplingSettings
+from minserve.ops.weight_memory import WeightMemory
 
 __all__ = ["NativeBackend", "PackedWeight", "info", "why_unavailable"]
 
@@ -42,7 +45,7 @@ class NativeBackend:
     isa: "plain", "avx2" or "avx512vnni" (None: the best that this processor has). Both change the
     speed and not one bit of a result. Quantized weights meet activations that are quantized to int8
     (`reference.quantize_activations`). Several Python threads may use one backend at a time. A forked
-    child computes with one thread, because OpenMP's threads do not survive a fork.
+    child computes with one thread, because a fork copies none but the one that calls it.
 
     Every operation raises ParameterError for an array of the wrong type, shape or layout, and
     KernelError for an index out of range. Raises BackendError if the core or the isa is not there.
@@ -65,7 +68,9 @@ class NativeBackend:
         self.isa = isa or available[-1]
         self._core, self._lib = core, core.lib
         in_forked_child = os.getpid() != core.process
-        self._exec = core.ffi.new("ms_exec *", (1 if in_forked_child else threads, ISAS.index(self.isa)))
+        self._team = _new_team(core, 1 if in_forked_child else threads)
+        self._exec = core.ffi.new("ms_exec *", (1 if in_forked_child else threads, ISAS.index(self.isa), self._team))
+        self._weights = WeightMemory()
         self._local = threading.local()  # a work space for each Python thread
         if hasattr(os, "register_at_fork"):
             backend = weakref.ref(self)
@@ -95,7 +100,7 @@ class NativeBackend:
         """A matrix as PackedWeight, a vector as float32 (n,)."""
         if len(tensor.shape) == 1:
             return np.ascontiguousarray(dequantize(tensor))
-        return pack(self._core, self._exec, tensor)
+        return pack(self._core, self._exec, self._weights, tensor)
 
     def embedding(self, token_ids: np.ndarray, weight: PackedWeight) -> np.ndarray:
         """token_ids int32 (T,), weight (V, D) -> (T, D)."""
@@ -239,6 +244,10 @@ class NativeBackend:
         """logits (R, V) -> float64 (R, V)."""
         return native_sampling.log_softmax(self._core, self._exec, logits)
 
+    def fuse(self, model: ForwardModel) -> NativeForward:
+        """The whole forward pass of a model as one call: the same bits as its operations one after the other."""
+        return NativeForward(self._core, self._exec, self._work, self._caches, model)
+
     def quantize_activations(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What `linear` does to x (T, in) for quantized weights: q int8 (T, in), scale (T, ceil(in / 32))."""
         tokens, columns = _sizes("x", x, 2)
@@ -248,6 +257,14 @@ class NativeBackend:
         if code := self._lib.ms_quantize_activations(self._exec, q_pointer, scale_pointer, x_pointer, tokens, columns):
             self._core.fail("quantize_activations", code, f"{columns} columns")
         return q, scale
+
+
+def _new_team(core: Core, threads: int) -> Any:
+    """Threads that wait for work until the last reference to them is gone."""
+    team = core.ffi.new("ms_team **")
+    if code := core.lib.ms_team_new(threads, team):
+        core.fail("start threads", code, f"{threads} threads: choose fewer")
+    return core.ffi.gc(team[0], core.lib.ms_team_free)
 
 
 def _use_one_thread(backend: NativeBackend | None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from minserve.errors import KernelError, ParameterError
 
-ABI_VERSION = 3  # of csrc/minserve_core.h: a core built from another version is not used
+ABI_VERSION = 4  # of csrc/minserve_core.h: a core built from another version is not used
 ISAS = ("plain", "avx2", "avx512vnni")  # ms_exec.isa
 FLOAT32, FLOAT16, INT32, UINT8 = np.dtype("f4"), np.dtype("f2"), np.dtype("i4"), np.dtype("u1")
 FLOAT64, INT8, UINT64 = np.dtype("f8"), np.dtype("i1"), np.dtype("u8")
@@ -63,14 +63,6 @@ class Core:
 def load() -> Core | str:
     """The compiled core, or one line that says why there is none."""
     folder = Path(__file__).parent.parent
-    # OpenMP's threads may wait for work by spinning or asleep, and they look this up once: GCC's library when
-    # it is loaded, LLVM's when it is first asked anything. A spinning one takes the processor from the very
-    # thread that it waits for as soon as anything else runs: 4 tokens a second instead of 78 on a busy two-core
-    # machine. The user's own choice stands; and if another module loaded the same library before, so does
-    # what it found then (it is slower, no less right).
-    choose = "OMP_WAIT_POLICY" not in os.environ
-    if choose:
-        os.environ["OMP_WAIT_POLICY"] = "passive"
     try:
         from minserve import _core
 
@@ -78,7 +70,6 @@ def load() -> Core | str:
             # An editable install of another checkout fills in what is missing here; it may be another version.
             raise ImportError(f"found only the core of another copy of minserve, {_core.__file__}")
         version = _core.lib.ms_abi_version()
-        _core.lib.ms_openmp()
     except AttributeError:  # older than these functions
         version = None
     except ImportError as error:
@@ -92,9 +83,6 @@ def load() -> Core | str:
                 "(MINSERVE_REQUIRE_CORE=1 before it shows what fails)"
             )
         return "minserve was installed without a C compiler: install one, then minserve again"
-    finally:
-        if choose:
-            del os.environ["OMP_WAIT_POLICY"]
     if version != ABI_VERSION:
         return f"the compiled core is of another version ({version}, not {ABI_VERSION}): rebuild it, `pip install -e .`"
     return Core(_core)
@@ -123,20 +111,20 @@ def usable_cpus(quota_file: str = "/sys/fs/cgroup/cpu.max") -> int:
 def info() -> dict[str, Any]:
     """What the core can do here.
 
-    available, reason (None, or why not), isa (the best of isas), isas, openmp (whether it has threads),
+    available, reason (None, or why not), isa (the best of isas), isas, threads (whether it can use several),
     max_threads, compiler (name and version).
     """
     core = load()
     if isinstance(core, str):
-        nothing: dict[str, Any] = {"isa": None, "isas": [], "openmp": False, "max_threads": 0, "compiler": None}
+        nothing: dict[str, Any] = {"isa": None, "isas": [], "threads": False, "max_threads": 0, "compiler": None}
         return {"available": False, "reason": core, **nothing}
-    lib, openmp = core.lib, core.lib.ms_openmp() != 0
+    lib, threads = core.lib, core.lib.ms_has_threads() != 0
     return {
         "available": True,
         "reason": None,
         "isa": ISAS[lib.ms_isa_best()],
         "isas": [name for isa, name in enumerate(ISAS) if lib.ms_isa_available(isa)],
-        "openmp": openmp,
-        "max_threads": usable_cpus() if openmp else 1,
+        "threads": threads,
+        "max_threads": usable_cpus() if threads else 1,
         "compiler": core.ffi.string(lib.ms_compiler()).decode(),
     }

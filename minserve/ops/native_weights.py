@@ -10,6 +10,7 @@ import numpy as np
 from minserve.errors import ParameterError
 from minserve.ops.dtypes import GroupedTensor, Tensor
 from minserve.ops.native_core import FLOAT16, UINT8, Core
+from minserve.ops.weight_memory import WeightMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +34,8 @@ class PackedWeight:
         return self.data.nbytes
 
 
-def pack(core: Core, exec_pointer: Any, tensor: Tensor | GroupedTensor) -> PackedWeight:
-    """Pack a matrix of any type in WEIGHT_TYPES, or a GroupedTensor of 4 or 8 bits.
+def pack(core: Core, exec_pointer: Any, memory: WeightMemory, tensor: Tensor | GroupedTensor) -> PackedWeight:
+    """Pack a matrix of any type in WEIGHT_TYPES, or a GroupedTensor of 4 or 8 bits, into some of the memory.
 
     Raises ParameterError if its arrays contradict its shape or the core has no such type, KernelError
     if the core refuses them.
@@ -42,9 +43,11 @@ def pack(core: Core, exec_pointer: Any, tensor: Tensor | GroupedTensor) -> Packe
     if len(tensor.shape) != 2 or 0 in tensor.shape:
         raise ParameterError(f"{tensor.name}: a matrix has two dimensions and at least one value, not {tensor.shape}")
     if isinstance(tensor, GroupedTensor):
-        return _pack_grouped(core, exec_pointer, tensor)
+        return _pack_grouped(core, exec_pointer, memory, tensor)
     source = core.pointer(tensor.name, tensor.data, UINT8, (tensor.data.size,))
-    packed = _allocate(core, tensor.name, tensor.dtype.name, tensor.shape, getattr(core.lib, f"MS_{tensor.dtype.name}"))
+    packed = _allocate(
+        core, memory, tensor.name, tensor.dtype.name, tensor.shape, getattr(core.lib, f"MS_{tensor.dtype.name}")
+    )
     rows, columns = packed.shape
     if code := core.lib.ms_pack(
         exec_pointer, packed.type_id, rows, columns, source, tensor.data.size, packed.pointer, packed.nbytes
@@ -53,7 +56,7 @@ def pack(core: Core, exec_pointer: Any, tensor: Tensor | GroupedTensor) -> Packe
     return packed
 
 
-def _pack_grouped(core: Core, exec_pointer: Any, tensor: GroupedTensor) -> PackedWeight:
+def _pack_grouped(core: Core, exec_pointer: Any, memory: WeightMemory, tensor: GroupedTensor) -> PackedWeight:
     name, (rows, columns) = tensor.name, tensor.shape
     groups = tensor.scale.shape[-1]
     q = core.pointer(f"{name}.q", tensor.q, UINT8, (rows, columns))
@@ -68,7 +71,7 @@ def _pack_grouped(core: Core, exec_pointer: Any, tensor: GroupedTensor) -> Packe
         )
     if tensor.bits == 4 and tensor.q.max() > 15:
         raise ParameterError(f"{name}.q holds values above 15, which 4 bits cannot")
-    packed = _allocate(core, name, f"U{tensor.bits}/{group}", (rows, columns), type_id[0])
+    packed = _allocate(core, memory, name, f"U{tensor.bits}/{group}", (rows, columns), type_id[0])
     if code := core.lib.ms_pack_grouped(
         exec_pointer, tensor.bits, group, rows, columns, q, scale, minimum, packed.pointer, packed.nbytes
     ):
@@ -76,13 +79,12 @@ def _pack_grouped(core: Core, exec_pointer: Any, tensor: GroupedTensor) -> Packe
     return packed
 
 
-def _allocate(core: Core, name: str, dtype: str, shape: tuple[int, ...], type_id: int) -> PackedWeight:
-    """Memory for a packed matrix, from a 64-byte boundary on."""
+def _allocate(
+    core: Core, memory: WeightMemory, name: str, dtype: str, shape: tuple[int, ...], type_id: int
+) -> PackedWeight:
     rows, columns = shape
     nbytes = core.ffi.new("size_t *")
     if code := core.lib.ms_packed_bytes(type_id, rows, columns, nbytes):
         core.fail(f"prepare {name}", code, f"{dtype}, {rows} x {columns}")
-    memory = np.empty(nbytes[0] + 63, UINT8)
-    start = -memory.ctypes.data % 64
-    data = memory[start : start + nbytes[0]]
+    data = memory.allocate(nbytes[0])
     return PackedWeight(name, dtype, (rows, columns), data, type_id, core.pointer(name, data, UINT8, data.shape))

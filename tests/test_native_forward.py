@@ -1,0 +1,269 @@
+"""The fused forward pass: the same bits as its operations one after the other, for any model and any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minserve.errors import KernelError, ParameterError
+from minserve.kv.kv_cache import KVCache
+from minserve.model.canonical import expected_shapes
+from minserve.model.config import ModelConfig
+from minserve.model.model_input import ModelInput
+from minserve.model.transformer import Transformer
+from minserve.ops import native
+from minserve.ops.dtypes import BF16, F16, F32, Q4_0, Q4_1, Q8_0, Tensor, WeightType
+from tests.support.native_cases import BACKENDS, ISAS, random_tensor
+
+FLOATS = (F32, F16, BF16)
+QUANTIZED = (Q4_0, Q4_1, Q8_0)
+
+
+def model_of(config: ModelConfig, seed: int, types: tuple[WeightType, ...]) -> dict[str, Tensor]:
+    """Random weights; each matrix has one of the types, so that a layer's may differ."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in expected_shapes(config):
+        if len(shape) == 1:
+            values = rng.uniform(0.5, 1.5, shape).astype("<f4")
+            tensors[name] = Tensor(name, F32, shape, values.view(np.uint8))
+        else:
+            dtype = types[rng.integers(len(types))]
+            tensors[name] = Tensor(name, dtype, shape, random_tensor(rng, dtype, *shape).data)
+    return tensors
+
+
+def step_input(
+    rng: np.random.Generator, config: ModelConfig, new: list[int], before: list[int], block_size: int, blocks: int
+) -> ModelInput:
+    """A step of len(new) sequences: before[i] tokens are in the cache, new[i] are computed; some rows are wanted."""
+    order = rng.permutation(blocks)
+    width = max(-(-(n + b) // block_size) for n, b in zip(new, before, strict=True))
+    tables = np.zeros((len(new), width), np.int32)
+    positions, slots, used = [], [], 0
+    for i, (n, b) in enumerate(zip(new, before, strict=True)):
+        needed = -(-(n + b) // block_size)
+        tables[i, :needed] = order[used : used + needed]
+        used += needed
+        places = np.arange(b, b + n)
+        positions.append(places)
+        slots.append(tables[i][places // block_size] * block_size + places % block_size)
+    starts = np.concatenate([[0], np.cumsum(new)])
+    wanted = rng.integers(0, starts[-1], rng.integers(0, 4)) if starts[-1] else np.zeros(0)
+    arrays: dict[str, Any] = {
+        "token_ids": rng.integers(0, config.vocab_size, starts[-1]),
+        "positions": np.concatenate(positions),
+        "slot_mapping": np.concatenate(slots),
+        "block_tables": tables,
+        "context_lens": np.array(new) + np.array(before),
+        "query_start_loc": starts,
+        "logits_indices": wanted,
+    }
+    return ModelInput(**{name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()})
+
+
+def filled_cache(config: ModelConfig, blocks: int, block_size: int, dtype: str, seed: int) -> KVCache:
+    """A cache in which every slot holds something."""
+    cache = KVCache(config.num_hidden_layers, blocks, block_size, config.num_key_value_heads, config.head_dim, dtype)
+    rng = np.random.default_rng(seed)
+    for layer in (*cache.k, *cache.v):
+        layer[:] = rng.standard_normal(layer.shape)
+    return cache
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def assert_same(
+    config: ModelConfig, tensors: dict[str, Tensor], steps: list[ModelInput], cache: dict[str, Any]
+) -> None:
+    """Every backend, fused and by operations: the same logits and the same cache after each step."""
+    wanted = None
+    for backend in BACKENDS:
+        model = Transformer(config, tensors, backend, 64)
+        caches = filled_cache(config, **cache), filled_cache(config, **cache)
+        found: list[np.ndarray] = []
+        for step in steps:
+            fused = model.forward(step, caches[0].k, caches[0].v)
+            found.append(fused)
+            single = model.forward_by_operations(step, caches[1].k, caches[1].v)
+            np.testing.assert_array_equal(bits(fused), bits(single), f"{backend.isa}, {backend.threads} threads")
+        for one, other in zip((*caches[0].k, *caches[0].v), (*caches[1].k, *caches[1].v), strict=True):
+            np.testing.assert_array_equal(bits(one[:]), bits(other[:]))
+        if wanted is not None:
+            for mine, first in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(bits(mine), bits(first), f"{backend.isa}, {backend.threads} threads")
+        wanted = found
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    sizes = {
+        "vocab_size": 70,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
+    return ModelConfig(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+MODELS: dict[str, tuple[dict[str, Any], tuple[WeightType, ...]]] = {
+    "quantized, of all types": ({}, QUANTIZED),
+    "quantized and floats in one layer": ({}, (*QUANTIZED, *FLOATS)),
+    "floats of odd sizes": ({"hidden_size": 30, "intermediate_size": 43, "head_dim": 10, "vocab_size": 33}, FLOATS),
+    "one head": ({"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}, (Q4_1,)),
+    "many query heads a KV head": ({"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 32}, (Q8_0, Q4_1)),
+    "an odd number of panels": ({"hidden_size": 96, "intermediate_size": 160, "vocab_size": 49}, (Q4_1, Q8_0)),
+    "tied": ({"tie_word_embeddings": True}, (Q8_0,)),
+    "one layer": ({"num_hidden_layers": 1}, (Q4_0, F16)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fused_is_the_operations_one_after_the_other(name: str) -> None:
+    changes, types = MODELS[name]
+    config = tiny_config(**changes)
+    rng = np.random.default_rng(len(name))
+    batches = [([1], [0]), ([1], [37]), ([5, 1, 1, 17], [0, 8, 30, 3]), ([1] * 7, list(range(7))), ([40, 33], [0, 20])]
+    for dtype in ("float16", "float32", "int8"):
+        steps = [step_input(rng, config, new, before, 8, 40) for new, before in batches]
+        cache = {"blocks": 40, "block_size": 8, "dtype": dtype, "seed": 1}
+        assert_same(config, model_of(config, 3, types), steps, cache)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_any_model_and_any_batch(data: st.DataObject) -> None:
+    quantized = data.draw(st.booleans())
+    size = st.integers(1, 4).map(lambda n: 32 * n) if quantized else st.integers(1, 70)
+    kv_heads = data.draw(st.integers(1, 3))
+    head_dim = data.draw(st.sampled_from([32, 64] if quantized else [2, 6, 16, 20, 48]))
+    config = tiny_config(
+        hidden_size=data.draw(size),
+        intermediate_size=data.draw(size),
+        vocab_size=data.draw(st.integers(1, 70)),
+        num_attention_heads=kv_heads * data.draw(st.integers(1, 4)),
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        num_hidden_layers=1,
+    )
+    sequences = data.draw(st.integers(1, 6))
+    new = data.draw(st.lists(st.integers(1, 30), min_size=sequences, max_size=sequences))
+    before = data.draw(st.lists(st.integers(0, 30), min_size=sequences, max_size=sequences))
+    block_size = data.draw(st.sampled_from([1, 3, 8, 16]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    step = step_input(rng, config, new, before, block_size, 6 * 60)
+    cache = {"blocks": 6 * 60, "block_size": block_size, "dtype": "float16", "seed": 2}
+    assert_same(config, model_of(config, 5, QUANTIZED if quantized else FLOATS), [step], cache)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[ModelConfig, Transformer]:
+    config = tiny_config()
+    return config, Transformer(config, model_of(config, 0, QUANTIZED), BACKENDS[-1], 64)
+
+
+def changed(step: ModelInput, **changes: Any) -> ModelInput:
+    return ModelInput(**{**vars(step), **{k: np.array(v, np.int32) for k, v in changes.items()}})
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a token id": ({"token_ids": [1, 2, 70]}, "outside the vocabulary"),
+    "a position": ({"positions": [0, 1, 64]}, "contradict"),
+    "a negative position": ({"positions": [0, 1, -1]}, "contradict"),
+    "a slot": ({"slot_mapping": [0, 1, 40 * 8]}, "slot"),
+    "a negative slot": ({"slot_mapping": [0, 1, -1]}, "slot"),
+    "a block": ({"block_tables": [[40]]}, "block"),
+    "a context too long for its table": ({"context_lens": [9]}, "block"),
+    "fewer tokens than said": ({"query_start_loc": [0, 2]}, "contradict"),
+    "a row that is not there": ({"logits_indices": [3]}, "contradict"),
+    "a negative row": ({"logits_indices": [-1]}, "contradict"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_step_is_refused_before_anything_is_written(name: str, tiny: tuple[ModelConfig, Transformer]) -> None:
+    config, model = tiny
+    changes, message = WRONG[name]
+    rng = np.random.default_rng(0)
+    step = step_input(rng, config, [3], [0], 8, 40)
+    cache = filled_cache(config, 40, 8, "float16", 0)
+    before = [layer.copy() for layer in (*cache.k, *cache.v)]
+    with pytest.raises((KernelError, ParameterError), match=message):
+        model.forward(changed(step, **changes), cache.k, cache.v)
+    for layer, was in zip((*cache.k, *cache.v), before, strict=True):
+        np.testing.assert_array_equal(bits(layer), bits(was))
+
+
+def test_wrong_arrays_are_named(tiny: tuple[ModelConfig, Transformer]) -> None:
+    config, model = tiny
+    step = step_input(np.random.default_rng(0), config, [3], [0], 8, 40)
+    cache = filled_cache(config, 40, 8, "float16", 0)
+    with pytest.raises(ParameterError, match="positions must have the shape"):
+        model.forward(changed(step, positions=[0, 1]), cache.k, cache.v)
+    with pytest.raises(ParameterError, match="2 layers, the KV cache 1"):
+        model.forward(step, cache.k[:1], cache.v[:1])
+    with pytest.raises(ParameterError, match="same type, blocks and block size"):
+        model.forward(step, [cache.k[0], cache.k[1][:20]], [cache.v[0], cache.v[1][:20]])
+    cache = filled_cache(config, 40, 8, "float16", 0)
+    cache.k[0].flags.writeable = False
+    with pytest.raises(ParameterError, match="k_cache is read-only"):
+        model.forward(step, cache.k, cache.v)
+
+
+def test_another_cache_is_noticed(tiny: tuple[ModelConfig, Transformer]) -> None:
+    """The pointers to the caches are kept from step to step. A model that went on writing into the old arrays would
+    answer from what another engine's sequences said."""
+    config, model = tiny
+    step = changed(step_input(np.random.default_rng(0), config, [3], [0], 8, 40), logits_indices=[2])
+    one, other = filled_cache(config, 40, 8, "float16", 0), filled_cache(config, 40, 8, "float16", 0)
+    before = [layer.copy() for layer in (*one.k, *one.v)]
+    model.forward(step, one.k, one.v)
+    assert any((layer != was).any() for layer, was in zip((*one.k, *one.v), before, strict=True))
+    model.forward(step, other.k, other.v)
+    for mine, theirs in zip((*one.k, *one.v), (*other.k, *other.v), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    one.k[1] = one.k[1].copy()  # in the same list
+    one.k[1][:] = 0
+    model.forward(step, one.k, one.v)
+    assert (one.k[1] != 0).any()
+
+
+def test_weights_whose_shapes_contradict_each_other_are_refused() -> None:
+    config = tiny_config()
+    tensors = model_of(config, 0, (Q8_0,))
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name] = random_tensor(np.random.default_rng(0), Q8_0, 64, 128)
+    with pytest.raises(KernelError, match="contradict"):
+        Transformer(config, tensors, BACKENDS[0], 64)
+
+
+def test_a_batch_of_no_wanted_rows_and_one_of_no_tokens(tiny: tuple[ModelConfig, Transformer]) -> None:
+    config, model = tiny
+    cache = filled_cache(config, 40, 8, "float16", 0)
+    step = step_input(np.random.default_rng(0), config, [3], [0], 8, 40)
+    assert model.forward(changed(step, logits_indices=np.zeros(0)), cache.k, cache.v).shape == (0, 70)
+    nothing = {name: np.zeros(0) for name in ("token_ids", "positions", "slot_mapping", "logits_indices")}
+    empty = changed(step, **nothing, query_start_loc=[0, 0], context_lens=[0])
+    assert model.forward(empty, cache.k, cache.v).shape == (0, 70)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_model_whose_work_space_grows(isa: str) -> None:
+    """The first step's work space is too small for the second one."""
+    config = tiny_config()
+    model = Transformer(config, model_of(config, 0, QUANTIZED), native.NativeBackend(2, isa), 64)
+    cache = filled_cache(config, 40, 8, "float16", 0)
+    rng = np.random.default_rng(0)
+    for new in ([1], [60, 60, 60], [1]):
+        step = step_input(rng, config, new, [0] * len(new), 8, 40)
+        fused = model.forward(step, cache.k, cache.v)
+        np.testing.assert_array_equal(bits(fused), bits(model.forward_by_operations(step, cache.k, cache.v)))
