@@ -6,7 +6,7 @@ import html
 import importlib
 import io
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minserve.bench.digest import Digest
@@ -15,7 +15,7 @@ from minserve.bench.report import LATENCY_COLUMNS, comparison_rows, figure_rows,
 from minserve.errors import MinserveError
 
 # Okabe and Ito's palette, which people of any colour vision can tell apart.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 _PAGE = """\
 <!DOCTYPE html>
 <html lang="en">
@@ -58,7 +58,11 @@ def plot(results: Mapping[str, LoadResult], kind: str, *, title: str) -> bytes:
     results: name of the run -> what it measured. The page needs nothing else: its picture is inline SVG.
     Raises MinserveError without Matplotlib.
     """
-    figure = draw(results, title)
+    return picture_file(draw(results, title), kind, title=title, tables=_tables(results) if kind == "html" else "")
+
+
+def picture_file(figure: Any, kind: str, *, title: str, tables: str) -> bytes:
+    """Matplotlib's Figure as a file of kind "png", or as a page of kind "html" with these tables under it."""
     if kind == "png":
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=110)
@@ -67,7 +71,7 @@ def plot(results: Mapping[str, LoadResult], kind: str, *, title: str) -> bytes:
     figure.savefig(picture, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = picture.getvalue()
     svg = svg[svg.index("<svg") :]  # without the XML declaration and the DTD, which HTML does not have
-    return _PAGE.format(title=html.escape(title), picture=svg, tables=_tables(results)).encode()
+    return _PAGE.format(title=html.escape(title), picture=svg, tables=tables).encode()
 
 
 def draw(results: Mapping[str, LoadResult], title: str) -> Any:
@@ -87,7 +91,7 @@ def draw(results: Mapping[str, LoadResult], title: str) -> Any:
         axes.set_xlabel("seconds")
         axes.set_ylabel("share of requests" if name != "itl" else "share of gaps")
         axes.set_ylim(0, 1.02)
-        _plain_log_labels(axes.xaxis)
+        plain_log_labels(axes.xaxis)
     for run, result in results.items():
         samples, style = result.engine.samples, styles[run]
         times = [sample.time for sample in samples]
@@ -105,7 +109,7 @@ def draw(results: Mapping[str, LoadResult], title: str) -> Any:
     batch.set_title("Tokens computed in each step", fontsize=10)
     if any(sample.tokens for result in results.values() for sample in result.engine.samples):
         batch.set_yscale("log")
-        _plain_log_labels(batch.yaxis)
+        plain_log_labels(batch.yaxis)
     for axes in (running, blocks, batch):
         axes.set_xlabel("seconds from the start")
     for axes in figure.axes:
@@ -122,7 +126,7 @@ def _styles(results: Mapping[str, LoadResult]) -> dict[str, dict[str, Any]]:
     """
     return {
         run: {"color": colour, "zorder": 3 - 0.1 * i, "linewidth": 2.6 if i else 1.6}
-        for i, (run, colour) in enumerate(zip(results, itertools.cycle(_COLOURS), strict=False))
+        for i, (run, colour) in enumerate(zip(results, itertools.cycle(COLOURS), strict=False))
     }
 
 
@@ -141,7 +145,7 @@ def _steps(axes: Any, times: list[float], values: list[float], line: str, **styl
     axes.plot(times, values, line, drawstyle="steps-post", **style)
 
 
-def _plain_log_labels(axis: Any) -> None:
+def plain_log_labels(axis: Any) -> None:
     """On a logarithmic axis, 0.05 and 200 for the ticks, not powers of ten; between the tens too if they are few."""
     if axis.get_scale() != "log":
         return
@@ -158,18 +162,19 @@ def _tables(results: Mapping[str, LoadResult]) -> str:
     parts = []
     for run, result in results.items():
         parts.append(f"<h2>{html.escape(run)}</h2>")
-        parts.append(_table((), figure_rows(result), "facts"))
-        parts.append(_table(LATENCY_COLUMNS, latency_rows(result)))
+        parts.append(html_table((), figure_rows(result), "facts"))
+        parts.append(html_table(LATENCY_COLUMNS, latency_rows(result)))
     if len(results) > 1:
         first, *others = results
         for other in others:
             columns = ("figure", first, other, "ratio")
             rows = comparison_rows(results[first], results[other])
-            parts.append(f"<h2>Compared with {html.escape(other)}</h2>{_table(columns, rows)}")
+            parts.append(f"<h2>Compared with {html.escape(other)}</h2>{html_table(columns, rows)}")
     return "\n".join(parts)
 
 
-def _table(columns: tuple[str, ...], rows: list[Any], kind: str = "") -> str:
+def html_table(columns: Sequence[str], rows: Sequence[Any], kind: str = "") -> str:
+    """Rows as an HTML table. kind: its class in the page's style."""
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<table class="{kind}">' + (f"<tr>{head}</tr>" if head else "") + body + "</table>"

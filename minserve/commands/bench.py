@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from minserve.commands.arguments import add_model_options
+from minserve.commands.bench_peers import PEERS_OPTIONS, add_peers_options, run_peers
 from minserve.commands.calibration import add_calibration_options, run_calibration
 from minserve.commands.common import blame, load_llm
 from minserve.commands.engine_arguments import add_engine_options
+from minserve.commands.micro_arguments import add_micro_options
 from minserve.commands.run_arguments import add_run_options
 from minserve.commands.workload_arguments import add_workload_options, check_fits, note_unused, workload
 from minserve.errors import ParameterError
@@ -28,7 +31,10 @@ Examples:
   minserve bench --shared-prefix-len 512 --baseline no-prefix-cache
   minserve bench --input-len fixed:1000 --output-len uniform:20:200 --baseline no-chunked-prefill --plot load.png
   minserve bench --overhead                                   what a step costs besides the model
+  minserve bench --micro --plot roofline.png                  each operation beside what the machine can do
+  minserve bench --micro --tokens 1,8,32,128 --threads 1      for other numbers of tokens in a step
   minserve bench --predict                                    how far a simulation of the load is from it
+  minserve bench --peers llama.cpp,openvino                   minserve beside other engines on the same file
   minserve bench | tail -n 1 | python -m json.tool            all figures, as JSON
 
 TTFT: from arrival to the first token. ITL: the gaps between a request's tokens, all requests together. TPOT: a
@@ -54,7 +60,9 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="measure what a step of --max-num-seqs sequences takes outside the model, and what events cost",
     )
+    add_micro_options(group, modes)
     add_calibration_options(group, modes)
+    add_peers_options(group, modes)
     add_engine_options(parser)
     add_model_options(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -67,8 +75,14 @@ def run(args: argparse.Namespace) -> int:
         from minserve.commands.bench_overhead import run_overhead
 
         return run_overhead(args)
+    if args.micro:
+        from minserve.commands.bench_micro import run_micro
+
+        return run_micro(args)
     if args.calibrate is not None:
         return run_calibration(args)
+    if args.peers is not None:
+        return run_peers(args)
     if args.predict:
         from minserve.commands.prediction import run_prediction
 
@@ -91,20 +105,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def refuse_unused(args: argparse.Namespace) -> None:
-    """Raise ParameterError for an option that would do nothing beside --overhead, --calibrate or --predict."""
+    """Raise ParameterError for an option that would do nothing in the mode that was asked for."""
     options = argparse.ArgumentParser()
     add_workload_options(options, num_requests=1, scale=1.0)
     of_load = {*vars(options.parse_args([])), "baseline", "plot", "trace"}
-    if args.overhead:
+    if not args.micro:
+        _refuse(args, {"tokens"}, "without --micro")
+    if args.peers is None:
+        _refuse(args, PEERS_OPTIONS, "without --peers")
+    if not args.micro and args.peers is None:
+        _refuse(args, {"turns"}, "without --micro or --peers")
+    if args.micro:
+        where, unused = "with --micro", {*of_load, "cost", "calibration_seconds"} - {"plot"}
+    elif args.overhead:
         where, unused = "with --overhead", {*of_load, "cost", "calibration_seconds"}
     elif args.calibrate is not None:
         where, unused = "with --calibrate", {*of_load, "cost"} - {"temperature"}
+    elif args.peers is not None:
+        add_engine_options(options)  # no engine runs: the comparison is of the bare forward loop
+        of_load_or_engine = {*of_load, *vars(options.parse_args([]))} - {"seed"}
+        where, unused = "with --peers", {*of_load_or_engine, "cost", "calibration_seconds"}
     elif not args.predict:
         where, unused = "without --predict", {"cost", "calibration_seconds"}
     elif args.cost is None:
         where, unused = "with --predict", {"plot"}
     else:
         where, unused = "with --predict --cost", {"plot", "calibration_seconds"}
+    _refuse(args, unused, where)
+
+
+def _refuse(args: argparse.Namespace, unused: Iterable[str], where: str) -> None:
     for dest in sorted(unused):
         if getattr(args, dest) != args.parser.get_default(dest):
             raise ParameterError(f"--{dest.replace('_', '-')} has no effect {where}")
