@@ -32,6 +32,7 @@ typedef struct {
     float *q, *k, *v;                    /* (T, H, d), (T, K, d) */
     float *mixed;                        /* (T, H, d): what attention gives */
     uint8_t *input[MS_MOST_PRODUCTS];    /* rows for the projections, one array for each kind of weights */
+    ms_kept *kept[MS_MOST_PRODUCTS];     /* a value for each of those rows */
     uint8_t *gated;                      /* rows for the down projection */
     float *row;                          /* (threads, D): a normed row */
     ms_attention_step attention;
@@ -62,22 +63,24 @@ static void input_task(const void *job, int64_t begin, int64_t end, int thread) 
         }
         for (int i = 0; i < j->kinds; i++) {
             uint8_t *to = j->to[i].rows + (size_t)t * j->to[i].stride;
-            if (j->kind[i]->quantized) ms_quantize_row_kernels[isa](to, row, j->columns, j->kind[i]);
+            ms_kept *kept = j->to[i].kept ? j->to[i].kept + t : NULL;
+            if (j->kind[i]->quantized) ms_quantize_row_kernels[isa](to, row, j->columns, j->kind[i], kept);
             else memcpy(to, row, (size_t)j->columns * sizeof(float));
         }
     }
 }
 
-/* Makes the rows that job's matrices read, from `from` (T, columns): one array for each kind among them. */
+/* Makes the rows that job's matrices read, from `from` (T, columns): one array for each form of rows among them. */
 static void make_input(const step *s, ms_products *job, const float *from, const int32_t *indices, const float *norm) {
-    input_job j = {s, from, indices, norm, job->product[0].weights.columns, 0, {NULL}, {{NULL, 0}}};
+    input_job j = {s, from, indices, norm, job->product[0].weights.columns, 0, {NULL}, {{NULL, 0, NULL}}};
     for (int i = 0; i < job->products; i++) {
         const ms_kind *kind = job->product[i].weights.kind;
-        int same = 0;
-        while (same < j.kinds && j.kind[same] != kind) same++;
+        int keep = job->product[i].weights.keep_largest, same = 0;
+        while (same < j.kinds && (j.kind[same] != kind || (j.to[same].kept != NULL) != keep)) same++;
         if (same == j.kinds) {
             j.kind[same] = kind, j.kinds++;
             j.to[same].rows = s->input[same], j.to[same].stride = ms_input_stride(kind, j.columns);
+            j.to[same].kept = keep ? s->kept[same] : NULL;
         }
         job->product[i].input = j.to[same];
     }
@@ -93,6 +96,7 @@ static ms_products products_of(const step *s, int finish, int64_t tokens) {
 static void add_product(ms_products *job, const ms_matrix *m, float *out) {
     ms_product *product = &job->product[job->products++];
     product->weights = ms_weights_of(job->isa, m->type, m->rows, m->columns, m->packed), product->out = out;
+    product->weights.keep_largest = m->keep_largest && product->weights.kind->quantized;
 }
 
 /* ---- rope + write ---- */
@@ -204,6 +208,8 @@ static int check_model(const ms_model *m) {
         MS_TRY(check_matrix(&layer->gate_proj, F, D));
         MS_TRY(check_matrix(&layer->up_proj, F, D));
         MS_TRY(check_matrix(&layer->down_proj, D, F));
+        /* Its input is quantized a block at a time (finish_swiglu), before the row's largest value is known. */
+        if (layer->down_proj.keep_largest) return MS_BAD_TYPE;
     }
     MS_TRY(check_matrix(&m->embed_tokens, m->vocab_size, D));
     return check_matrix(&m->lm_head, m->vocab_size, D);
@@ -270,6 +276,7 @@ static size_t lay_out(step *s, int64_t tokens, int64_t logits, size_t attention_
     MS_PART(v, float, 4 * T * kv);
     MS_PART(mixed, float, 4 * T * q);
     for (int i = 0; i < MS_MOST_PRODUCTS; i++) MS_PART(input[i], uint8_t, most * input);
+    for (int i = 0; i < MS_MOST_PRODUCTS; i++) MS_PART(kept[i], ms_kept, most * sizeof(ms_kept));
     MS_PART(gated, uint8_t, T * gated);
     MS_PART(row, float, 4 * D * (size_t)s->exec->threads);
     MS_PART(attention.work, uint8_t, attention_bytes);

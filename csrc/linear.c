@@ -21,7 +21,7 @@ ms_weights ms_weights_of(int isa, int type, int64_t rows, int64_t columns, const
     ms_weights w;
     w.kind = ms_kind_of(type), w.packed = packed, w.rows = rows, w.columns = columns;
     w.tiles = w.kind->quantized ? ms_int8_tiles(isa, type) : ms_float_tiles(isa, type);
-    w.length = columns / w.kind->width, w.panel_bytes = ms_panel_bytes(w.kind, columns);
+    w.keep_largest = 0, w.length = columns / w.kind->width, w.panel_bytes = ms_panel_bytes(w.kind, columns);
     return w;
 }
 
@@ -37,18 +37,30 @@ typedef struct {
 static int64_t pairs_of(const ms_weights *w) { return ms_ceil_div(w->rows, MS_PAIR); }
 
 /* tile (n, 32) = n tokens from `token` on, times pair `pair` of one product. */
-static void pair_tile(const ms_product *product, float *tile, int64_t stride, int64_t pair, int64_t token, int64_t n) {
+static void pair_tile(const ms_product *product, float *tile, int64_t pair, int64_t token, int64_t n) {
     const ms_weights *w = &product->weights;
     const uint8_t *panels = w->packed + (size_t)(pair * MS_MOST_PANELS) * w->panel_bytes;
-    const uint8_t *x = product->input.rows + (size_t)token * product->input.stride;
+    const ms_input *input = &product->input;
+    const uint8_t *x = input->rows + (size_t)token * input->stride;
+    const ms_kept *kept = input->kept ? input->kept + token : NULL;
     int two = w->rows - pair * MS_PAIR > MS_PANEL;
     if (two && n > 1 && w->tiles->of[1][n]) {
-        w->tiles->of[1][n](tile, stride, panels, w->panel_bytes, w->length, x, product->input.stride);
+        w->tiles->of[1][n](tile, MS_PAIR, panels, w->panel_bytes, w->length, x, input->stride, kept);
         return;
     }
     for (int p = 0; p <= two; p++)
-        w->tiles->of[0][n](tile + p * MS_PANEL, stride, panels + (size_t)p * w->panel_bytes, w->panel_bytes, w->length, x,
-                           product->input.stride);
+        w->tiles->of[0][n](tile + p * MS_PANEL, MS_PAIR, panels + (size_t)p * w->panel_bytes, w->panel_bytes,
+                           w->length, x, input->stride, kept);
+}
+
+/* What a tile will be added to lies in as many places as there are tokens: ask for it before the tile is computed. */
+static void ask_for_output(const ms_products *job, const ms_product *product, int64_t pair, int64_t token, int64_t n) {
+    const int64_t rows = product->weights.rows;
+    if (job->finish != MS_ADD_TO) return;
+    for (int64_t t = token; t < token + n; t++) {
+        MS_PREFETCH(product->out + t * rows + pair * MS_PAIR);
+        MS_PREFETCH(product->out + t * rows + ms_min(rows, (pair + 1) * MS_PAIR) - 1);
+    }
 }
 
 static void finish(const ms_products *job, const ms_product *product, const float *tile, int64_t pair, int64_t token,
@@ -71,7 +83,7 @@ static void finish_swiglu(const ms_products *job, const float *gate, const float
         float mixed[MS_PAIR];
         uint8_t *next = job->next.rows + (size_t)(token + t) * job->next.stride + at;
         ms_silu_mul_kernels[job->isa](mixed, gate + t * MS_PAIR, up + t * MS_PAIR, count);
-        if (job->next_kind->quantized) ms_quantize_row_kernels[job->isa](next, mixed, count, job->next_kind);
+        if (job->next_kind->quantized) ms_quantize_row_kernels[job->isa](next, mixed, count, job->next_kind, NULL);
         else memcpy(next, mixed, (size_t)count * sizeof(float));
     }
 }
@@ -85,21 +97,39 @@ static void multiply_task(const void *job, int64_t begin, int64_t end, int threa
         int64_t pair = item % j->pairs, token = item / j->pairs * j->span;
         int64_t last = ms_min(of->tokens, token + j->span);
         const ms_product *product = of->product;
-        if (of->finish != MS_SWIGLU)
-            for (; pair >= pairs_of(&product->weights); product++) pair -= pairs_of(&product->weights);
-        int most = MS_MOST_TOKENS;
+        for (; pair >= pairs_of(&product->weights); product++) pair -= pairs_of(&product->weights);
+        int64_t most = MS_MOST_TOKENS;
         while (!product->weights.tiles->of[0][most]) most--;
         for (int64_t n; token < last; token += n) {
-            float tile[2][MS_MOST_TOKENS * MS_PAIR];
+            float tile[MS_MOST_TOKENS * MS_PAIR];
             n = ms_ceil_div(last - token, ms_ceil_div(last - token, most)); /* tiles of about the same size */
-            if (of->finish == MS_SWIGLU) {
-                pair_tile(&of->product[0], tile[0], MS_PAIR, pair, token, n);
-                pair_tile(&of->product[1], tile[1], MS_PAIR, pair, token, n);
-                finish_swiglu(of, tile[0], tile[1], pair, token, n);
-            } else {
-                pair_tile(product, tile[0], MS_PAIR, pair, token, n);
-                finish(of, product, tile[0], pair, token, n);
-            }
+            ask_for_output(of, product, pair, token, n);
+            pair_tile(product, tile, pair, token, n);
+            finish(of, product, tile, pair, token, n);
+        }
+    }
+}
+
+/* The same for MS_SWIGLU, whose items are pairs of both products. One token takes several pairs of the gate, then
+ * those of the up projection, so that the memory sees long runs and not a jump every few KiB. */
+static void swiglu_task(const void *job, int64_t begin, int64_t end, int thread) {
+    const multiply_job *j = job;
+    const ms_products *of = j->of;
+    const ms_product *gate = &of->product[0], *up = &of->product[1];
+    const int64_t most_pairs = of->tokens == 1 ? MS_MOST_TOKENS : 1;
+    (void)thread;
+    for (int64_t item = begin, pairs; item < end; item += pairs) {
+        int64_t pair = item % j->pairs, token = item / j->pairs * j->span;
+        int64_t last = ms_min(of->tokens, token + j->span), most = MS_MOST_TOKENS;
+        pairs = ms_min(most_pairs, end - item);
+        while (!gate->weights.tiles->of[0][most] || !up->weights.tiles->of[0][most]) most--;
+        for (int64_t n; token < last; token += n) {
+            float tile[2][MS_MOST_TOKENS * MS_PAIR];
+            n = ms_ceil_div(last - token, ms_ceil_div(last - token, most));
+            for (int64_t p = 0; p < pairs; p++) pair_tile(gate, tile[0] + p * MS_PAIR, pair + p, token, n);
+            for (int64_t p = 0; p < pairs; p++) pair_tile(up, tile[1] + p * MS_PAIR, pair + p, token, n);
+            for (int64_t p = 0; p < pairs; p++)
+                finish_swiglu(of, tile[0] + p * MS_PAIR, tile[1] + p * MS_PAIR, pair + p, token, n);
         }
     }
 }
@@ -121,9 +151,12 @@ void ms_multiply(const ms_exec *exec, const ms_products *of) {
     j.span = ms_ceil_div(of->tokens, ms_ceil_div(of->tokens, j.span));
     if (j.pairs < pieces) j.span = ms_min(j.span, ms_max(MS_MOST_TOKENS, of->tokens * j.pairs / pieces));
     int64_t items = j.pairs * ms_ceil_div(of->tokens, j.span);
-    /* A piece reads at least 16 KiB of weights, about a microsecond; there are up to eight of them for a thread. */
-    int64_t least = ms_max(1, 16384 * items / ms_max(1, bytes * ms_ceil_div(of->tokens, j.span)));
-    ms_parallel(exec, items, ms_max(least, items / (8 * exec->threads)), multiply_task, &j);
+    /* A piece of one token's work reads at least 48 KiB of weights in one run, about two microseconds; there are up
+     * to four for a thread. With more tokens, it computes more than it reads: up to eight. */
+    int64_t least = 1, most = 8 * exec->threads;
+    if (of->tokens == 1) least = ms_max(1, 48 * 1024 * items / bytes), most = 4 * exec->threads;
+    ms_task *task = of->finish == MS_SWIGLU ? swiglu_task : multiply_task;
+    ms_parallel(exec, items, ms_max(least, ms_ceil_div(items, most)), task, &j);
 }
 
 typedef struct {
@@ -138,7 +171,8 @@ static void quantize_task(const void *job, int64_t begin, int64_t end, int threa
     const quantize_job *j = job;
     (void)thread;
     for (int64_t t = begin; t < end; t++)
-        j->quantize_row(j->to.rows + (size_t)t * j->to.stride, j->x + t * j->columns, j->columns, j->kind);
+        j->quantize_row(j->to.rows + (size_t)t * j->to.stride, j->x + t * j->columns, j->columns, j->kind,
+                        j->to.kept ? j->to.kept + t : NULL);
 }
 
 int ms_linear_work(const ms_exec *exec, int64_t tokens, int type, int64_t rows, int64_t columns, size_t *bytes) {
@@ -146,11 +180,11 @@ int ms_linear_work(const ms_exec *exec, int64_t tokens, int type, int64_t rows, 
     MS_TRY(ms_check_exec(exec));
     MS_TRY(ms_packed_bytes(type, rows, columns, bytes));
     MS_TRY(ms_check_sizes(tokens, columns, 1, 1));
-    *bytes = 64 + (kind->quantized ? (size_t)tokens * ms_input_stride(kind, columns) : 0);
+    *bytes = 64 + (kind->quantized ? (size_t)tokens * (ms_input_stride(kind, columns) + sizeof(ms_kept)) : 0);
     return MS_OK;
 }
 
-int ms_linear(const ms_exec *exec, float *out, const float *x, int64_t tokens,
+int ms_linear(const ms_exec *exec, float *out, const float *x, int64_t tokens, int keep_largest,
               int type, int64_t rows, int64_t columns, const uint8_t *packed, size_t packed_bytes,
               uint8_t *work, size_t work_bytes) {
     size_t weight_bytes, needed;
@@ -170,6 +204,8 @@ int ms_linear(const ms_exec *exec, float *out, const float *x, int64_t tokens,
     product->input.stride = ms_input_stride(product->weights.kind, columns), product->out = out;
     if (product->weights.kind->quantized) {
         product->input.rows = ms_align(work);
+        if (keep_largest)
+            product->input.kept = (ms_kept *)(void *)(product->input.rows + (size_t)tokens * product->input.stride);
         quantize_job quantize = {x, product->weights.kind, columns, product->input, ms_quantize_row_kernels[exec->isa]};
         ms_parallel(exec, tokens, ms_max(1, MS_PIECE / 10 / columns), quantize_task, &quantize);
     } else {

@@ -16,10 +16,10 @@ enum { MS_MOST_TOKENS = 5, MS_MOST_PANELS = 2, MS_TILE_SUMS = MS_MOST_TOKENS * M
 enum { MS_PAIR = MS_MOST_PANELS * MS_PANEL }; /* rows of two panels: a block of the next matrix's columns */
 
 /* out (T, 16 P), its rows out_stride floats apart = T rows of x, stride bytes apart, times P panels, panel_bytes
- * apart. Float weights: x is float32, and length is `columns`. Quantized weights: x is as quantize.c makes it, and
- * length counts blocks. */
+ * apart. Float weights: x is float32, and length is `columns`. Quantized weights: x and kept (T,) are as quantize.c
+ * makes them, and length counts blocks; kept NULL: the rows keep no value. */
 typedef void ms_tile(float *out, int64_t out_stride, const uint8_t *panels, size_t panel_bytes, int64_t length,
-                     const uint8_t *x, size_t stride);
+                     const uint8_t *x, size_t stride, const ms_kept *kept);
 
 /* Tiles by P - 1 and T. Those that have too many sums for an instruction set's registers are NULL. */
 typedef struct {
@@ -36,14 +36,17 @@ typedef struct {
     const uint8_t *packed;
     size_t panel_bytes;
     int64_t rows, columns, length; /* length: what the tiles take */
+    int keep_largest;              /* how its input is quantized */
 } ms_weights;
 
 ms_weights ms_weights_of(int isa, int type, int64_t rows, int64_t columns, const uint8_t *packed);
 
-/* Rows of activations in the form that a matrix's tiles read: float32 or quantized, `stride` bytes apart. */
+/* Rows of activations in the form that a matrix's tiles read: float32 or quantized, `stride` bytes apart; and the
+ * values that they keep, one a row, or NULL. */
 typedef struct {
     uint8_t *rows;
     size_t stride;
+    ms_kept *kept;
 } ms_input;
 
 size_t ms_input_stride(const ms_kind *kind, int64_t columns);

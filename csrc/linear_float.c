@@ -49,7 +49,8 @@ MS_INLINE void MS_FN(float_tile)(int type, int T, int P, float *out, int64_t out
 #define MS_TILE(name, T, P, type)                                                                               \
     static MS_TARGET void MS_FN(name##_##T##_##P)(float *out, int64_t out_stride, const uint8_t *panels,        \
                                                   size_t panel_bytes, int64_t columns, const uint8_t *x,        \
-                                                  size_t stride) {                                              \
+                                                  size_t stride, const ms_kept *kept) {                         \
+        (void)kept;                                                                                             \
         MS_FN(float_tile)(type, T, P, out, out_stride, panels, panel_bytes, columns, x, stride);                \
     }
 #include "tile_table.h"

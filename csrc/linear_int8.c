@@ -7,6 +7,8 @@
  * A block of 32 columns takes 8 such steps. Integers are exact, so how an instruction set adds them up
  * is its own affair; what follows is the same float arithmetic everywhere, block after block:
  *   out = fma(sum, d * scale, out); out = fma(m, min_sum, out)
+ * and at last, for the value that a row keeps, with the weight w = d * (q - bias) or d * q + m of its column:
+ *   out = fma(w, value, out)
  *
  * Nibbles are taken apart in registers, once for the T tokens of a tile; the four values of a token are read once
  * for its P panels. With T = 5 and P = 2 that is 80 dot products a block of 32 columns for 40 + 16 loads, and the
@@ -27,6 +29,7 @@
 #define s_start MS_FN(s_start)
 #define s_dot MS_FN(s_dot)
 #define s_finish MS_FN(s_finish)
+#define b_column MS_FN(b_column)
 #endif
 
 #if MS_ISA == MS_ISA_PLAIN
@@ -60,6 +63,16 @@ MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
     vec16 r;
     (void)bits, (void)end;
     for (int i = 0; i < 16; i++) r.lane[i] = (float)s.lane[i];
+    return r;
+}
+/* one column of the vector at p: of each row's four bytes, the `bits` bits from `shift` on */
+MS_INLINE vec16 b_column(int bits, const uint8_t *p, int shift) {
+    vec16 r;
+    for (int i = 0; i < 16; i++) {
+        uint32_t four;
+        memcpy(&four, p + 4 * i, 4);
+        r.lane[i] = (float)(four >> shift & (bits == 4 ? 15 : 255));
+    }
     return r;
 }
 
@@ -120,6 +133,13 @@ MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
     if (end) s.a = _mm256_add_epi32(s.a, first), s.b = _mm256_add_epi32(s.b, first);
     return MS_FN(v_pair)(_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b));
 }
+MS_INLINE vec16 b_column(int bits, const uint8_t *p, int shift) {
+    const __m256i mask = _mm256_set1_epi32(bits == 4 ? 15 : 255);
+    const __m128i count = _mm_cvtsi32_si128(shift);
+    bytes64 b = b_load(p);
+    return MS_FN(v_pair)(_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(b.a, count), mask)),
+                         _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(b.b, count), mask)));
+}
 
 #else
 #define bytes64_avx512 __m512i
@@ -146,15 +166,33 @@ MS_INLINE vec16 s_finish(int bits, sums16 s, const ms_block_end *end) {
     (void)bits, (void)end;
     return _mm512_cvtepi32_ps(s);
 }
+MS_INLINE vec16 b_column(int bits, const uint8_t *p, int shift) {
+    __m512i four = _mm512_srl_epi32(b_load(p), _mm_cvtsi32_si128(shift));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(four, _mm512_set1_epi32(bits == 4 ? 15 : 255)));
+}
 #endif
 
 /* ---- the same text for all ---- */
 
+/* One column of a panel, decoded for its 16 rows. */
+MS_INLINE vec16 MS_FN(column_of)(int bits, int width, int has_min, int bias, const uint8_t *panel, uint32_t column) {
+    const uint32_t values = (uint32_t)(16 * width * bits / 8), block_bytes = values + 32 * (uint32_t)(1 + has_min);
+    uint32_t place = column % (uint32_t)width, vector = bits == 4 ? place / 8 : place / 4;
+    uint32_t shift = 8 * (place % 4) + (bits == 4 ? place & 4 : 0); /* 4 bits: four low nibbles, then four high ones */
+    const uint8_t *block = panel + (size_t)(column / (uint32_t)width) * block_bytes;
+    vec16 q = b_column(bits, block + 64 * vector, (int)shift);
+    vec16 d = v_load_half((const uint16_t *)(const void *)(block + values));
+    if (has_min) return v_fma(q, d, v_load_half((const uint16_t *)(const void *)(block + values + 32)));
+    return v_mul(bias ? v_sub(q, v_set1((float)bias)) : q, d);
+}
+
 /* T tokens times P panels. Called with constants only: the compiler makes one function of each. */
 MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int bias, int T, int P, float *out, int64_t out_stride,
-                                const uint8_t *w, size_t panel_bytes, int64_t blocks, const uint8_t *x, size_t stride) {
+                                const uint8_t *w, size_t panel_bytes, int64_t blocks, const uint8_t *x, size_t stride,
+                                const ms_kept *kept) {
     const int steps = width / 4, values = 16 * width * bits / 8, block_bytes = values + 32 * (1 + has_min);
     const int starts_at_0 = bias == 0 && !(MS_ISA == MS_ISA_AVX2 && bits == 8); /* see quantize.c */
+    const uint8_t *panels = w;
     vec16 total[MS_TILE_SUMS];
     MS_UNROLL for (int i = 0; i < T * P; i++) total[i] = v_set1(0.0f);
     for (int64_t b = 0; b < blocks; b++, w += block_bytes, x += (size_t)width + sizeof(ms_block_end)) {
@@ -190,6 +228,18 @@ MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int bias, int 
             }
         }
     }
+    if (kept) { /* At the end, when the panels are in the L1 cache. Most rows keep the same column. */
+        vec16 column[MS_MOST_PANELS];
+        MS_UNROLL for (int t = 0; t < T; t++) {
+            if (t == 0 || kept[t].column != kept[t - 1].column) {
+                MS_UNROLL for (int p = 0; p < P; p++)
+                    column[p] = MS_FN(column_of)(bits, width, has_min, bias, panels + p * panel_bytes,
+                                                 (uint32_t)kept[t].column);
+            }
+            MS_UNROLL for (int p = 0; p < P; p++)
+                total[t * P + p] = v_fma(column[p], v_set1(kept[t].value), total[t * P + p]);
+        }
+    }
     MS_UNROLL for (int t = 0; t < T; t++) {
         MS_UNROLL for (int p = 0; p < P; p++) v_store(out + t * out_stride + 16 * p, total[t * P + p]);
     }
@@ -198,8 +248,9 @@ MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int bias, int 
 #define MS_TILE(name, T, P, bits, width, has_min, bias)                                                        \
     static MS_TARGET void MS_FN(name##_##T##_##P)(float *out, int64_t out_stride, const uint8_t *panels,        \
                                                   size_t panel_bytes, int64_t blocks, const uint8_t *x,         \
-                                                  size_t stride) {                                              \
-        MS_FN(int8_tile)(bits, width, has_min, bias, T, P, out, out_stride, panels, panel_bytes, blocks, x, stride); \
+                                                  size_t stride, const ms_kept *kept) {                         \
+        MS_FN(int8_tile)(bits, width, has_min, bias, T, P, out, out_stride, panels, panel_bytes, blocks, x, stride, \
+                         kept);                                                                                 \
     }
 #include "tile_table.h"
 #define MS_KIND(name, ...)                           \

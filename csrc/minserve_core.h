@@ -90,12 +90,13 @@ int ms_embedding(const ms_exec *exec, float *out, const int32_t *token_ids, int6
 /* out, x (T, D); weight (D,). */
 int ms_rms_norm(const ms_exec *exec, float *out, const float *x, const float *weight,
                 int64_t tokens, int64_t size, float eps);
-/* q int8 (T, columns), scale (T, ceil(columns / 32)); columns a multiple of 16. */
-int ms_quantize_activations(const ms_exec *exec, int8_t *q, float *scale, const float *x,
-                            int64_t tokens, int64_t columns);
-/* out (T, rows) = x (T, columns) @ packed (rows, columns) transposed. */
+/* q int8 (T, columns), scale (T, ceil(columns / 32)), kept_column, kept_value (T,); columns a multiple of 16.
+ * keep_largest: the row's largest value is kept in float32, and is 0 in q; otherwise kept_value is 0. */
+int ms_quantize_activations(const ms_exec *exec, int8_t *q, float *scale, int32_t *kept_column, float *kept_value,
+                            const float *x, int64_t tokens, int64_t columns, int keep_largest);
+/* out (T, rows) = x (T, columns) @ packed (rows, columns) transposed; keep_largest: how x is quantized, if it is. */
 int ms_linear_work(const ms_exec *exec, int64_t tokens, int type, int64_t rows, int64_t columns, size_t *bytes);
-int ms_linear(const ms_exec *exec, float *out, const float *x, int64_t tokens,
+int ms_linear(const ms_exec *exec, float *out, const float *x, int64_t tokens, int keep_largest,
               int type, int64_t rows, int64_t columns, const uint8_t *packed, size_t packed_bytes,
               uint8_t *work, size_t work_bytes);
 /* out, x (T, heads, d); cosine, sine (T, d / 2). */
@@ -126,6 +127,7 @@ typedef struct {
     int64_t rows, columns;
     const uint8_t *packed;
     size_t packed_bytes;
+    int keep_largest; /* as in ms_linear */
 } ms_matrix;
 
 typedef struct {

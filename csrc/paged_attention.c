@@ -147,7 +147,7 @@ void ms_attention_run(const ms_exec *exec, const ms_attention_step *step, const 
         products += (double)count * step->context_lens[s] * (double)j.common.query_stride;
     }
     const int64_t items = j.tiles * step->kv_heads, pieces = (int64_t)exec->threads * PIECES_A_THREAD;
-    const int64_t chunk = products < MS_PIECE ? items : ms_max(1, items / pieces);
+    const int64_t chunk = products < MS_PIECE / 4 ? items : ms_max(1, items / pieces);
     ms_parallel(exec, items, chunk, attention_task, &j);
 }
 

@@ -12,13 +12,20 @@ typedef struct {
     int32_t unused;
 } ms_block_end;
 
+/* A row's largest value, which is 0 in the row itself and keeps its precision here. */
+typedef struct {
+    float value;
+    int32_t column;
+} ms_kept;
+
 /* Bytes of a quantized row of `columns` values for weights with blocks `width` wide. */
 MS_FORCE_INLINE size_t ms_quantized_row_bytes(int64_t columns, int width) {
     return (size_t)(columns / width) * ((size_t)width + sizeof(ms_block_end));
 }
 
-/* rows of out <- rows of x (columns,), for weights of this kind; one for each ms_isa. */
-typedef void ms_quantize_row(uint8_t *out, const float *x, int64_t columns, const ms_kind *kind);
+/* A row of out <- a row of x (columns,), for weights of this kind; kept: NULL, or where the row's largest value is
+ * to go. One for each ms_isa. */
+typedef void ms_quantize_row(uint8_t *out, const float *x, int64_t columns, const ms_kind *kind, ms_kept *kept);
 extern ms_quantize_row *const ms_quantize_row_kernels[];
 
 #endif

@@ -228,8 +228,8 @@ class TestTheCoreItself:
             (lib.ms_pack_grouped, [e, 8, 32, 1, 32, b, h, h, b, 65536]),
             (lib.ms_embedding, [e, f, i, 1, lib.MS_F32, 16, 16, b, 65536]),
             (lib.ms_rms_norm, [e, f, f, f, 1, 16, 1e-5]),
-            (lib.ms_quantize_activations, [e, q, f, f, 1, 32]),
-            (lib.ms_linear, [e, f, f, 1, lib.MS_F32, 16, 16, b, 65536, b, 65536]),
+            (lib.ms_quantize_activations, [e, q, f, i, f, f, 1, 32, 1]),
+            (lib.ms_linear, [e, f, f, 1, 0, lib.MS_F32, 16, 16, b, 65536, b, 65536]),
             (lib.ms_rope, [e, f, f, f, f, 1, 1, 16]),
             (lib.ms_write_kv, [e, f, f, f, f, f, f, lib.MS_KV_I8, i, 1, 1, 16, 1, 1]),
             (lib.ms_paged_attention, [e, f, f, f, f, f, f, lib.MS_KV_I8, *attention]),
@@ -259,7 +259,7 @@ class TestTheCoreItself:
             lib.ms_packed_bytes(lib.MS_F32, huge, 64, n),
             lib.ms_packed_bytes(lib.MS_F32, 64, huge, n),
             lib.ms_rms_norm(e, f, f, f, huge, 16, 1e-5),
-            lib.ms_linear(e, f, f, huge, lib.MS_F32, 16, 16, b, 65536, b, 65536),
+            lib.ms_linear(e, f, f, huge, 0, lib.MS_F32, 16, 16, b, 65536, b, 65536),
             lib.ms_rope(e, f, f, f, f, 1, huge, 16),
             lib.ms_write_kv(e, f, f, f, f, f, f, lib.MS_KV_F32, i, 1, 1, 16, huge, 16),
             lib.ms_write_kv(e, f, f, f, f, f, f, lib.MS_KV_I8, i, 1, huge, 16, 1, 16),
@@ -276,9 +276,9 @@ class TestTheCoreItself:
         assert lib.ms_pack(e, lib.MS_Q8_0, 1, 32, b, 33, b, 65536) == lib.MS_BUFFER_TOO_SMALL
         assert lib.ms_pack(e, lib.MS_Q8_0, 1, 32, b, 34, b, 543) == lib.MS_BUFFER_TOO_SMALL
         assert lib.ms_embedding(e, f, i, 1, lib.MS_F32, 17, 16, b, 2047) == lib.MS_BUFFER_TOO_SMALL
-        assert lib.ms_linear(e, f, f, 1, lib.MS_F32, 17, 16, b, 2047, b, 65536) == lib.MS_BUFFER_TOO_SMALL
-        assert lib.ms_linear(e, f, f, 1, lib.MS_Q8_0, 16, 32, b, 65536, b, 64) == lib.MS_WORK_TOO_SMALL
-        assert lib.ms_quantize_activations(e, self.ffi.new("int8_t[64]"), f, f, 1, 40) == lib.MS_BAD_SIZE
+        assert lib.ms_linear(e, f, f, 1, 0, lib.MS_F32, 17, 16, b, 2047, b, 65536) == lib.MS_BUFFER_TOO_SMALL
+        assert lib.ms_linear(e, f, f, 1, 0, lib.MS_Q8_0, 16, 32, b, 65536, b, 64) == lib.MS_WORK_TOO_SMALL
+        assert lib.ms_quantize_activations(e, self.ffi.new("int8_t[64]"), f, i, f, f, 1, 40, 0) == lib.MS_BAD_SIZE
         attention = [f, f, f, f, f, f, lib.MS_KV_F32, i, i + 1, i, 1, 1, 1, 1, 1, 16, 1, 1, 1.0, b]
         assert lib.ms_paged_attention(e, *attention, 4096) == lib.MS_WORK_TOO_SMALL
         for kv in (-1, 3):

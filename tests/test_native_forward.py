@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from minserve.errors import KernelError, ParameterError
 from minserve.kv.kv_cache import KVCache
+from minserve.model import transformer
 from minserve.model.canonical import expected_shapes
 from minserve.model.config import ModelConfig
 from minserve.model.model_input import ModelInput
@@ -244,6 +245,23 @@ def test_weights_whose_shapes_contradict_each_other_are_refused() -> None:
     tensors[name] = random_tensor(np.random.default_rng(0), Q8_0, 64, 128)
     with pytest.raises(KernelError, match="contradict"):
         Transformer(config, tensors, BACKENDS[0], 64)
+
+
+@pytest.mark.parametrize("fields", [(), ("o_proj",), ("q_proj", "v_proj", "up_proj")], ids=str)
+def test_each_matrix_says_how_its_input_is_quantized(fields: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices that read the same rows may want them in different forms."""
+    monkeypatch.setattr(transformer, "KEEP_LARGEST", frozenset(fields))
+    config = tiny_config()
+    step = step_input(np.random.default_rng(0), config, [6, 1], [0, 9], 8, 40)
+    cache = {"blocks": 40, "block_size": 8, "dtype": "float16", "seed": 1}
+    assert_same(config, model_of(config, 3, (Q4_1,)), [step], cache)
+
+
+def test_the_down_projection_keeps_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input is quantized a block at a time, so a model that asks for more is refused, not computed otherwise."""
+    monkeypatch.setattr(transformer, "KEEP_LARGEST", frozenset({"down_proj"}))
+    with pytest.raises(KernelError, match="forward"):
+        Transformer(tiny_config(), model_of(tiny_config(), 0, (Q8_0,)), BACKENDS[0], 64)
 
 
 def test_a_batch_of_no_wanted_rows_and_one_of_no_tokens(tiny: tuple[ModelConfig, Transformer]) -> None:

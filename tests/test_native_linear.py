@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -29,12 +31,13 @@ def linear_everywhere(x: np.ndarray, tensor: Tensor | GroupedTensor) -> np.ndarr
     return all_the_same([backend.linear(x, backend.prepare(tensor)) for backend in BACKENDS])
 
 
+@pytest.mark.parametrize("keep_largest", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
-def test_matches_the_reference_at_odd_sizes(dtype: WeightType, rows: int) -> None:
+def test_matches_the_reference_at_odd_sizes(dtype: WeightType, rows: int, keep_largest: bool) -> None:
     rng = np.random.default_rng(rows)
     for columns in COLUMNS:
-        tensor = random_tensor(rng, dtype, rows, columns)
+        tensor = random_tensor(rng, dtype, rows, columns, keep_largest)
         x = rng.standard_normal((max(TOKENS), columns)).astype(np.float32)
         right, allowed = right_linear(x, tensor)
         alone = np.concatenate([linear_everywhere(x[t : t + 1], tensor) for t in range(3)])
@@ -55,13 +58,14 @@ def test_float_weights_may_have_any_number_of_columns(dtype: WeightType, columns
     assert (np.abs(linear_everywhere(x, tensor) - right) <= allowed).all()
 
 
+@pytest.mark.parametrize("keep_largest", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [16, 32, 48, 64, 96, 192, 576])
-def test_every_group_size_is_right(group: int, bits: int) -> None:
+def test_every_group_size_is_right(group: int, bits: int, keep_largest: bool) -> None:
     """A quantizer's fast kernel was right for groups of 128, the one size that was tested, and silently
     wrong for all others: the scale of the wrong group was used. Here each size meets NumPy's answer."""
     rng = np.random.default_rng(0)
-    tensor = random_grouped(rng, bits, group, 192, 576)
+    tensor = random_grouped(rng, bits, group, 192, 576, keep_largest)
     for batch in (1, 3):
         x = rng.standard_normal((batch, 576)).astype(np.float32)
         result = linear_everywhere(x, tensor)
@@ -77,15 +81,43 @@ def test_a_group_size_that_the_kernels_lack_is_refused(columns: int, group: int)
         BACKENDS[0].prepare(tensor)
 
 
+@pytest.mark.parametrize("keep_largest", [False, True])
 @pytest.mark.parametrize("columns", [16, 48])
-def test_groups_of_16_may_leave_half_an_activation_block(columns: int) -> None:
+def test_groups_of_16_may_leave_half_an_activation_block(columns: int, keep_largest: bool) -> None:
     """Activations are quantized 32 at a time, and the last block may be 16."""
     rng = np.random.default_rng(0)
-    tensor = random_grouped(rng, 4, 16, 33, columns)
+    tensor = random_grouped(rng, 4, 16, 33, columns, keep_largest)
     x = rng.standard_normal((3, columns)).astype(np.float32)
-    q, scale = BACKENDS[0].quantize_activations(x)
-    right = (q * np.repeat(scale, 32, axis=1)[:, :columns].astype(np.float64)) @ reference.dequantize(tensor).T
+    x[1, -2] = 9
+    right, _ = right_linear(x, tensor)
     np.testing.assert_allclose(linear_everywhere(x, tensor), right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [16, 32])
+def test_the_largest_value_is_kept_at_any_column(group: int, bits: int) -> None:
+    """It meets one column of the weights, taken out of their bytes: here each column in turn."""
+    rng = np.random.default_rng(bits)
+    columns = 3 * group if group == 16 else 2 * group
+    tensor = random_grouped(rng, bits, group, 17, columns, keep_largest=True)
+    x = rng.uniform(-1, 1, (columns, columns)).astype(np.float32)
+    np.fill_diagonal(x, 3000)
+    right, allowed = right_linear(x, tensor)
+    assert (np.abs(linear_everywhere(x, tensor) - right) <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [Q8_0, Q4_0, Q4_1], ids=lambda t: t.name)
+def test_a_kept_value_rounds_the_others_finer(dtype: WeightType) -> None:
+    """One value a hundred times the others: 1.27 steps are left for those, or 127."""
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (20, 64)).astype(np.float32)
+    x[np.arange(20), rng.integers(0, 64, 20)] = 100
+    error = {}
+    for keep_largest in (False, True):
+        tensor = random_tensor(np.random.default_rng(1), dtype, 40, 64, keep_largest)
+        exact = x.astype(np.float64) @ reference.dequantize(tensor).astype(np.float64).T
+        error[keep_largest] = np.sqrt(np.mean((linear_everywhere(x, tensor) - exact) ** 2))
+    assert error[True] < error[False] / 20
 
 
 @pytest.mark.parametrize("bits", [3, 5, 16])
@@ -117,8 +149,10 @@ def test_known_blocks(dtype: WeightType, block: bytes, values: list[float]) -> N
     for backend in BACKENDS:
         weight = backend.prepare(tensor)
         np.testing.assert_array_equal(backend.embedding(np.zeros(1, np.int32), weight), [np.float32(values)])
-        picked = backend.linear(np.eye(32, dtype=np.float32), weight)[:, 0]
-        np.testing.assert_allclose(picked, values, rtol=1e-6, atol=1e-7 * np.abs(values).max())
+        kept = backend.prepare(replace(tensor, keep_largest=True))
+        for form in (weight, kept):  # its one value as int8, and in float32
+            picked = backend.linear(np.eye(32, dtype=np.float32), form)[:, 0]
+            np.testing.assert_allclose(picked, values, rtol=1e-6, atol=1e-7 * np.abs(values).max())
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -142,16 +176,19 @@ def test_the_largest_integers_do_not_saturate(dtype: WeightType, sign: int) -> N
 
 
 @given(
+    st.booleans(),
     st.sampled_from(TYPES),
     st.integers(1, 70),
     st.integers(1, 6),
     st.lists(st.integers(1, 20), min_size=1, max_size=4),
     st.integers(0, 2**32 - 1),
 )
-def test_a_row_does_not_know_its_batch(dtype: WeightType, rows: int, blocks: int, chunks: list[int], seed: int) -> None:
+def test_a_row_does_not_know_its_batch(
+    keep_largest: bool, dtype: WeightType, rows: int, blocks: int, chunks: list[int], seed: int
+) -> None:
     """Whatever the sizes of the pieces that tokens arrive in, a token's result has the same bits."""
     rng = np.random.default_rng(seed)
-    tensor = random_tensor(rng, dtype, rows, 32 * blocks)
+    tensor = random_tensor(rng, dtype, rows, 32 * blocks, keep_largest)
     x = rng.standard_normal((sum(chunks), 32 * blocks)).astype(np.float32)
     whole = linear_everywhere(x, tensor)
     ends = np.cumsum(chunks)
@@ -170,15 +207,19 @@ def test_work_that_is_divided_among_threads(dtype: WeightType, tokens: int, rows
     assert (np.abs(linear_everywhere(x, tensor) - right) <= allowed).all()
 
 
+@pytest.mark.parametrize("keep_largest", [False, True])
+@pytest.mark.parametrize("columns", [[40], [40, 41], [3, 40, 95]], ids=str)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda t: t.name)
-def test_a_broken_activation_shows_in_its_row_alone(dtype: WeightType, poison: float) -> None:
+def test_a_broken_activation_shows_in_its_row_alone(
+    dtype: WeightType, poison: float, columns: list[int], keep_largest: bool
+) -> None:
     """Quantizing NaN to some int8 would turn a broken model into confident text."""
     rng = np.random.default_rng(0)
-    tensor = random_tensor(rng, dtype, 33, 96)
+    tensor = random_tensor(rng, dtype, 33, 96, keep_largest)
     x = rng.standard_normal((3, 96)).astype(np.float32)
     clean = linear_everywhere(x, tensor)
-    x[1, 40] = poison
+    x[1, columns] = poison
     for backend in BACKENDS:
         result = backend.linear(x, backend.prepare(tensor))
         assert not np.isfinite(result[1]).any()

@@ -77,29 +77,34 @@ def test_silu_of_extreme_values() -> None:
     assert np.isnan(result[-1])
 
 
-@pytest.mark.parametrize("columns", [32, 96, 576])
-def test_activations_are_quantized_as_the_reference_does(columns: int) -> None:
+@pytest.mark.parametrize("keep_largest", [False, True])
+@pytest.mark.parametrize("columns", [16, 32, 80, 96, 576])
+def test_activations_are_quantized_as_the_reference_does(columns: int, keep_largest: bool) -> None:
     rng = np.random.default_rng(columns)
     x = (rng.standard_normal((50, columns)) * 10 ** rng.uniform(-20, 20, (50, 1))).astype(np.float32)
     x[3] = 0
-    x[4, :32] = [*range(1, 17), *range(-16, 0)]
-    x[5, :32] = np.arange(32) / 2 - 8  # ties
+    x[4, :16] = [*range(1, 9), *range(-8, 0)]
+    x[5, :16] = np.arange(16) / 2 - 4  # ties
     x[5, 0] = 127
-    q, scale = reference.quantize_activations(x)
+    x[6] = -x[6, 0]  # all are the largest: the first is kept
+    x[7, -1] = 1e25
+    expected = reference.quantize_activations(x, keep_largest)
     for backend in BACKENDS:
-        q_c, scale_c = backend.quantize_activations(x)
-        np.testing.assert_array_equal(q_c, q)
-        np.testing.assert_array_equal(scale_c, scale)
+        for ours, right in zip(backend.quantize_activations(x, keep_largest), expected, strict=True):
+            assert ours.dtype == right.dtype
+            np.testing.assert_array_equal(ours, right)
 
 
-def test_activations_too_small_to_quantize_become_zero() -> None:
+@pytest.mark.parametrize("keep_largest", [False, True])
+def test_activations_too_small_to_quantize_become_zero(keep_largest: bool) -> None:
     """127 / max|x| is infinite for the smallest numbers, and infinity times 0 would be NaN."""
     x = np.full((1, 32), 1e-42, np.float32)
     x[0, 1] = 0
     for backend in BACKENDS:
-        q, scale = backend.quantize_activations(x)
+        q, scale, _, value = backend.quantize_activations(x, keep_largest)
         assert not q.any()
         assert np.isfinite(scale).all()
+        assert value[0] == (x[0, 0] if keep_largest else 0)
 
 
 @pytest.mark.parametrize("cache", [np.float32, np.float16])

@@ -147,13 +147,27 @@ def test_paged_attention_is_attention(
 def test_quantized_activations_are_close_and_bounded() -> None:
     x = np.random.default_rng(1).normal(size=(3, 96)).astype(np.float32) * [[1e-30], [1], [1e30]]
     x = np.concatenate([x.astype(np.float32), np.zeros((1, 96), np.float32)])
-    with np.errstate(all="raise", under="ignore"):
-        q, scale = reference.quantize_activations(x)
-    assert q.min() >= -127
-    assert np.isfinite(scale).all()
-    back = q.reshape(4, 3, 32) * scale[..., None]
-    assert (np.abs(back - x.reshape(4, 3, 32)) <= scale[..., None] * 0.501).all()
-    assert (q[3] == 0).all()
+    for keep_largest in (False, True):
+        with np.errstate(all="raise", under="ignore"):
+            q, scale, column, value = reference.quantize_activations(x, keep_largest)
+        assert q.min() >= -127
+        assert np.isfinite(scale).all()
+        back = reference.dequantize_activations(q, scale, column, value)
+        error = np.abs(back - x).reshape(4, 3, 32)
+        assert (error <= scale[..., None] * 0.501).all()
+        assert (q[3] == 0).all()
+
+
+def test_the_largest_activation_is_kept_and_leaves_its_block() -> None:
+    x = np.full((3, 40), 0.5, np.float32)
+    x[0, 33], x[1, 3], x[1, 35], x[2] = -100, 7, -7, 0
+    q, scale, column, value = reference.quantize_activations(x, keep_largest=True)
+    assert column.tolist() == [33, 3, 0]
+    assert value.tolist() == [-100, 7, 0]
+    np.testing.assert_allclose(scale * 127, [[0.5, 0.5], [0.5, 7], [0, 0]], rtol=1e-6)
+    assert q[0].tolist() == [127] * 33 + [0] + [127] * 6
+    np.testing.assert_allclose(reference.dequantize_activations(q, scale, column, value)[0], x[0], rtol=1e-6)
+    assert reference.quantize_activations(x)[3].tolist() == [0, 0, 0]
 
 
 def test_the_reference_has_every_operation() -> None:

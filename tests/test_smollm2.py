@@ -172,7 +172,7 @@ def test_logprobs(llm: LLM) -> None:
 def test_c_agrees_with_numpy(numpy_llm: LLM, c_llm: LLM) -> None:
     """Activations are rounded to int8 in blocks of 32 on c, KV to float16; logits have a spread of about 5.
 
-    Measured here: root mean square difference 0.13, and the same best token at 19 of 20 positions.
+    Measured here: root mean square difference 0.13, and the same best token at 99 of 100 positions.
     """
     ids = c_llm.tokenizer.encode(PAGE)[:128]
     ours, reference = prompt_logits(c_llm, ids, 128), prompt_logits(numpy_llm, ids, 128)
@@ -192,7 +192,7 @@ def test_c_gives_the_same_bits_whole_or_in_pieces_on_any_threads(smollm2_path: P
 
 def test_kl_divergence_of_c_from_the_reference(numpy_llm: LLM, c_llm: LLM) -> None:
     result = kl_divergence(c_llm, numpy_llm, PAGE, max_tokens=160)
-    assert 0 < result.mean < 0.01
+    assert 0 < result.mean < 0.0022  # 0.0016 measured; 0.0034 if no row keeps its largest value
     assert result.top1_agreement > 0.9
     assert result.perplexity == pytest.approx(result.reference_perplexity, rel=0.03)
 

@@ -41,12 +41,14 @@ class Tensor:
 
     shape: NumPy order, (out_features, in_features) for a matrix, (n,) for a vector.
     data:  uint8 (nbytes,), C-contiguous, often a read-only view of a mapped file.
+    keep_largest: how a matrix's input is quantized, where it is (reference.quantize_activations).
     """
 
     name: str
     dtype: WeightType
     shape: tuple[int, ...]
     data: np.ndarray
+    keep_largest: bool = False
 
     @property
     def rows(self) -> np.ndarray:
@@ -67,6 +69,7 @@ class GroupedTensor:
     scale:   float16 (out, in // group)
     minimum: float16 (out, in // group)
     bits:    4 or 8
+    keep_largest: as in Tensor
     """
 
     name: str
@@ -74,6 +77,7 @@ class GroupedTensor:
     scale: np.ndarray
     minimum: np.ndarray
     bits: int
+    keep_largest: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -130,7 +130,16 @@ class NativeBackend:
         x_pointer = self._f32("x", x, (tokens, columns))
         out, out_pointer = self._core.new((tokens, rows))
         lib, matrix = self._lib, (weight.type_id, rows, columns)
-        arguments = (self._exec, out_pointer, x_pointer, tokens, *matrix, weight.pointer, weight.nbytes)
+        arguments = (
+            self._exec,
+            out_pointer,
+            x_pointer,
+            tokens,
+            weight.keep_largest,
+            *matrix,
+            weight.pointer,
+            weight.nbytes,
+        )
         code = lib.ms_linear(*arguments, *self._work())
         if code == lib.MS_WORK_TOO_SMALL:
             needed = self._core.ffi.new("size_t *")
@@ -248,15 +257,20 @@ class NativeBackend:
         """The whole forward pass of a model as one call: the same bits as its operations one after the other."""
         return NativeForward(self._core, self._exec, self._work, self._caches, model)
 
-    def quantize_activations(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What `linear` does to x (T, in) for quantized weights: q int8 (T, in), scale (T, ceil(in / 32))."""
+    def quantize_activations(
+        self, x: np.ndarray, keep_largest: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """What `linear` does to x (T, in) for quantized weights, as `reference.quantize_activations`."""
         tokens, columns = _sizes("x", x, 2)
-        q, scale = np.empty((tokens, columns), np.int8), np.empty((tokens, -(-columns // 32)), FLOAT32)
-        x_pointer, scale_pointer = self._f32("x", x, (tokens, columns)), self._f32("scale", scale, scale.shape)
-        q_pointer = self._core.ffi.from_buffer("int8_t[]", q)
-        if code := self._lib.ms_quantize_activations(self._exec, q_pointer, scale_pointer, x_pointer, tokens, columns):
+        x_pointer, new = self._f32("x", x, (tokens, columns)), self._core.new
+        q, q_pointer = new((tokens, columns), INT8)
+        scale, scale_pointer = new((tokens, -(-columns // 32)))
+        column, column_pointer = new((tokens,), INT32)
+        value, value_pointer = new((tokens,))
+        outputs = (q_pointer, scale_pointer, column_pointer, value_pointer)
+        if code := self._lib.ms_quantize_activations(self._exec, *outputs, x_pointer, tokens, columns, keep_largest):
             self._core.fail("quantize_activations", code, f"{columns} columns")
-        return q, scale
+        return q, scale, column, value
 
 
 def _new_team(core: Core, threads: int) -> Any:

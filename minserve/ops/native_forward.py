@@ -96,6 +96,7 @@ class NativeForward:
             "columns": columns,
             "packed": weight.pointer,
             "packed_bytes": weight.nbytes,
+            "keep_largest": weight.keep_largest,
         }
 
     def _cache(self, layers: list[KVLayer]) -> Any:

@@ -27,6 +27,7 @@ class PackedWeight:
     data: np.ndarray = field(repr=False)
     type_id: int = field(repr=False)  # enum ms_type
     pointer: Any = field(repr=False)  # cffi's pointer to data
+    keep_largest: bool = False  # as in Tensor
 
     @property
     def nbytes(self) -> int:
@@ -45,9 +46,7 @@ def pack(core: Core, exec_pointer: Any, memory: WeightMemory, tensor: Tensor | G
     if isinstance(tensor, GroupedTensor):
         return _pack_grouped(core, exec_pointer, memory, tensor)
     source = core.pointer(tensor.name, tensor.data, UINT8, (tensor.data.size,))
-    packed = _allocate(
-        core, memory, tensor.name, tensor.dtype.name, tensor.shape, getattr(core.lib, f"MS_{tensor.dtype.name}")
-    )
+    packed = _allocate(core, memory, tensor, tensor.dtype.name, getattr(core.lib, f"MS_{tensor.dtype.name}"))
     rows, columns = packed.shape
     if code := core.lib.ms_pack(
         exec_pointer, packed.type_id, rows, columns, source, tensor.data.size, packed.pointer, packed.nbytes
@@ -71,7 +70,7 @@ def _pack_grouped(core: Core, exec_pointer: Any, memory: WeightMemory, tensor: G
         )
     if tensor.bits == 4 and tensor.q.max() > 15:
         raise ParameterError(f"{name}.q holds values above 15, which 4 bits cannot")
-    packed = _allocate(core, memory, name, f"U{tensor.bits}/{group}", (rows, columns), type_id[0])
+    packed = _allocate(core, memory, tensor, f"U{tensor.bits}/{group}", type_id[0])
     if code := core.lib.ms_pack_grouped(
         exec_pointer, tensor.bits, group, rows, columns, q, scale, minimum, packed.pointer, packed.nbytes
     ):
@@ -80,11 +79,12 @@ def _pack_grouped(core: Core, exec_pointer: Any, memory: WeightMemory, tensor: G
 
 
 def _allocate(
-    core: Core, memory: WeightMemory, name: str, dtype: str, shape: tuple[int, ...], type_id: int
+    core: Core, memory: WeightMemory, tensor: Tensor | GroupedTensor, dtype: str, type_id: int
 ) -> PackedWeight:
-    rows, columns = shape
+    name, (rows, columns) = tensor.name, tensor.shape
     nbytes = core.ffi.new("size_t *")
     if code := core.lib.ms_packed_bytes(type_id, rows, columns, nbytes):
         core.fail(f"prepare {name}", code, f"{dtype}, {rows} x {columns}")
     data = memory.allocate(nbytes[0])
-    return PackedWeight(name, dtype, (rows, columns), data, type_id, core.pointer(name, data, UINT8, data.shape))
+    pointer = core.pointer(name, data, UINT8, data.shape)
+    return PackedWeight(name, dtype, (rows, columns), data, type_id, pointer, tensor.keep_largest)

@@ -155,15 +155,30 @@ def add(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return x + y
 
 
-def quantize_activations(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize_activations(
+    x: np.ndarray, keep_largest: bool = False
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """What the integer path does to its input: blocks of 32 values as int8 with one scale.
 
-    x (T, in) -> q int8 (T, in), scale float32 (T, ceil(in / 32)), with scale = max|x| / 127; the last block
-    may be shorter. A block whose max|x| is 0, or so small that 127 / max|x| is infinite, becomes zeros.
-    Rounds half to even. Not part of the model: `linear` here stays in float32, and linear(dequantized q,
-    weight) is what an integer `linear` must give.
+    x (T, in) -> q int8 (T, in), scale float32 (T, ceil(in / 32)), column int32 (T,), value float32 (T,), with
+    scale = max|x| / 127; the last block may be shorter. A block whose max|x| is 0, or so small that 127 / max|x| is
+    infinite, becomes zeros. Rounds half to even.
+
+    keep_largest: the row's largest value by magnitude (the first of equals) keeps its precision: it is `value`, at
+    `column`, and 0 for its block, whose other values get all the 127 steps. Without, value is 0. What a norm gives
+    has a value far larger than the others in most rows (arXiv 2208.07339 calls them outliers), so the weights that
+    read it ask for this (Tensor.keep_largest). On SmolLM2 it halves the KL divergence from float32.
+
+    Not part of the model: `linear` here stays in float32, and linear(dequantize_activations(...), weight) is what an
+    integer `linear` must give.
     """
     tokens, columns = x.shape
+    column, value = np.zeros(tokens, np.int32), np.zeros(tokens, np.float32)
+    if keep_largest:
+        column = np.abs(x).argmax(axis=1).astype(np.int32)
+        value = x[np.arange(tokens), column]
+        x = x.copy()
+        x[np.arange(tokens), column] = 0
     blocks = np.pad(x, ((0, 0), (0, -columns % 32))).reshape(tokens, -1, 32)  # (T, ceil(in/32), 32)
     largest = np.abs(blocks).max(axis=-1)  # (T, ceil(in/32))
     scale = (largest / np.float32(127)).astype(np.float32)
@@ -171,4 +186,11 @@ def quantize_activations(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
     inverse[~np.isfinite(inverse)] = 0
     q = np.rint(blocks * inverse[..., None]).astype(np.int8)  # (T, ceil(in/32), 32)
-    return q.reshape(tokens, -1)[:, :columns], scale
+    return q.reshape(tokens, -1)[:, :columns], scale, column, value
+
+
+def dequantize_activations(q: np.ndarray, scale: np.ndarray, column: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """The values that those stand for, in float64: scale * q, plus `value` at each row's `column`. (T, in)."""
+    x = q * np.repeat(scale.astype(np.float64), 32, axis=1)[:, : q.shape[1]]  # (T, in)
+    x[np.arange(len(x)), column] += value
+    return x

@@ -20,7 +20,9 @@ BACKENDS = [native.NativeBackend(threads, isa) for isa in ISAS for threads in (1
 TYPES = list(WEIGHT_TYPES.values())
 
 
-def random_tensor(rng: np.random.Generator, dtype: WeightType, rows: int, columns: int) -> Tensor:
+def random_tensor(
+    rng: np.random.Generator, dtype: WeightType, rows: int, columns: int, keep_largest: bool = False
+) -> Tensor:
     """A weight as a model file stores it, with values of about the size that weights have."""
     shape = (rows, columns)
     if dtype is F32:
@@ -35,15 +37,17 @@ def random_tensor(rng: np.random.Generator, dtype: WeightType, rows: int, column
         raw[:, :2] = rng.uniform(-0.1, 0.1, (blocks, 1)).astype("<f2").view(np.uint8)
         if dtype is Q4_1:
             raw[:, 2:4] = rng.uniform(-0.7, 0.7, (blocks, 1)).astype("<f2").view(np.uint8)
-    return Tensor("w", dtype, shape, raw.view(np.uint8).reshape(-1))
+    return Tensor("w", dtype, shape, raw.view(np.uint8).reshape(-1), keep_largest)
 
 
-def random_grouped(rng: np.random.Generator, bits: int, group: int, rows: int, columns: int) -> GroupedTensor:
+def random_grouped(
+    rng: np.random.Generator, bits: int, group: int, rows: int, columns: int, keep_largest: bool = False
+) -> GroupedTensor:
     """A matrix quantized in groups of any size."""
     q = rng.integers(0, 2**bits, (rows, columns), np.uint8)
     scale = rng.uniform(0.001, 0.1, (rows, columns // group)).astype(np.float16)
     minimum = rng.uniform(-1, 0, (rows, columns // group)).astype(np.float16)
-    return GroupedTensor("g", q, scale, minimum, bits)
+    return GroupedTensor("g", q, scale, minimum, bits, keep_largest)
 
 
 def poisoned_cache(shape: tuple[int, ...], dtype: type) -> KVLayer:
@@ -65,8 +69,7 @@ def right_linear(x: np.ndarray, tensor: Tensor | GroupedTensor) -> tuple[np.ndar
     """
     exact = x.astype(np.float64)
     if is_quantized(tensor):
-        q, scale = reference.quantize_activations(x)
-        exact = (q.reshape(*scale.shape, 32) * scale[..., None].astype(np.float64)).reshape(x.shape)
+        exact = reference.dequantize_activations(*reference.quantize_activations(x, tensor.keep_largest))
     weight = reference.dequantize(tensor).astype(np.float64)
     allowed = (16 + x.shape[1] / 32) * 2**-24 * (np.abs(exact) @ np.abs(weight.T))
     return exact @ weight.T, allowed + 1e-30
