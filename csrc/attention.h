@@ -72,12 +72,6 @@ typedef struct {
     const ms_stretch *upcoming; /* the next task's first, to be prefetched; or NULL */
 } ms_attention;
 
-#if defined(__GNUC__) || defined(__clang__)
-#define MS_PREFETCH_L2(address) __builtin_prefetch(address, 0, 2)
-#else
-#define MS_PREFETCH_L2(address) ((void)(address))
-#endif
-
 MS_FORCE_INLINE int64_t ms_kv_bytes(int type, int64_t values) {
     return values * (type == MS_KV_F32 ? 4 : type == MS_KV_F16 ? 2 : 1);
 }

@@ -33,19 +33,23 @@
 #define MS_FORCE_INLINE static inline __attribute__((always_inline))
 #define MS_NOINLINE __attribute__((noinline))
 #define MS_PREFETCH(address) __builtin_prefetch(address)
+#define MS_PREFETCH_L2(address) __builtin_prefetch(address, 0, 2)
 #elif defined(__GNUC__)
 #define MS_FULL_UNROLL _Pragma("GCC unroll 16")
 #define MS_FORCE_INLINE static inline __attribute__((always_inline))
 #define MS_NOINLINE __attribute__((noinline))
 #define MS_PREFETCH(address) __builtin_prefetch(address)
+#define MS_PREFETCH_L2(address) __builtin_prefetch(address, 0, 2)
 #elif defined(_MSC_VER)
 #define MS_FORCE_INLINE static __forceinline
 #define MS_NOINLINE __declspec(noinline)
 #define MS_PREFETCH(address) ((void)(address))
+#define MS_PREFETCH_L2(address) ((void)(address))
 #else
 #define MS_FORCE_INLINE static inline
 #define MS_NOINLINE
 #define MS_PREFETCH(address) ((void)(address))
+#define MS_PREFETCH_L2(address) ((void)(address))
 #endif
 
 #define MS_CONCAT_(a, b) a##_##b

@@ -20,7 +20,7 @@
 #include "kernels.h"
 #include "linear.h"
 
-enum { MS_MOST_HEAD = 256 };
+enum { MS_MOST_HEAD = 256, MS_FEW_TOKENS = 64 };
 
 /* What all stations of a step need. */
 typedef struct {
@@ -133,6 +133,21 @@ static void rope_write_task(const void *job, int64_t begin, int64_t end, int thr
     }
 }
 
+/* The cache rows that the tokens will be written to are in no cache when many sequences decode: a row each, far apart.
+ * They arrive while the projections are computed. */
+static void ask_for_slots(const step *s, int64_t layer) {
+    const ms_kv_cache *c = s->cache;
+    const int64_t kv_heads = s->model->kv_heads, row_bytes = ms_kv_bytes(c->type, s->model->head_dim);
+    for (int64_t t = 0; t < s->batch->tokens; t++) {
+        int64_t block = s->batch->slot_mapping[t] / c->block_size, place = s->batch->slot_mapping[t] % c->block_size;
+        for (int64_t h = 0; h < kv_heads; h++) {
+            int64_t at = ((block * kv_heads + h) * c->block_size + place) * row_bytes;
+            ms_prefetch_row(c->type, (const uint8_t *)c->k[layer] + at, s->model->head_dim);
+            ms_prefetch_row(c->type, (const uint8_t *)c->v[layer] + at, s->model->head_dim);
+        }
+    }
+}
+
 /* ---- the stations of a layer ---- */
 
 static void attention_part(const step *s, const ms_layer *layer, int64_t number) {
@@ -144,6 +159,7 @@ static void attention_part(const step *s, const ms_layer *layer, int64_t number)
     add_product(&qkv, &layer->k_proj, s->k);
     add_product(&qkv, &layer->v_proj, s->v);
     make_input(s, &qkv, s->x, NULL, layer->input_layernorm);
+    if (b->tokens <= MS_FEW_TOKENS) ask_for_slots(s, number);
     ms_multiply(s->exec, &qkv);
 
     rope_write_job rope_write = {s, number};

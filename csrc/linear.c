@@ -77,13 +77,18 @@ static void finish(const ms_products *job, const ms_product *product, const floa
  * its input at once, and 2 F floats a token are never written to memory and read again. */
 static void finish_swiglu(const ms_products *job, const float *gate, const float *up, int64_t pair, int64_t token,
                           int64_t n) {
-    int64_t row = pair * MS_PAIR, count = ms_min(MS_PAIR, job->product[0].weights.rows - row);
-    size_t at = ms_input_stride(job->next_kind, row);
-    for (int64_t t = 0; t < n; t++) {
-        float mixed[MS_PAIR];
-        uint8_t *next = job->next.rows + (size_t)(token + t) * job->next.stride + at;
+    const int64_t row = pair * MS_PAIR, count = ms_min(MS_PAIR, job->product[0].weights.rows - row);
+    const ms_kind *kind = job->next_kind;
+    uint8_t *next = job->next.rows + (size_t)token * job->next.stride + ms_input_stride(kind, row);
+    float mixed[MS_MOST_TOKENS * MS_PAIR]; /* (n, 32) */
+    if (kind->quantized && count == MS_PAIR) {
+        ms_silu_mul_kernels[job->isa](mixed, gate, up, n * MS_PAIR);
+        ms_quantize_blocks_kernels[job->isa](next, job->next.stride, mixed, n, kind);
+        return;
+    }
+    for (int64_t t = 0; t < n; t++, next += job->next.stride) { /* floats, or the last half of a pair */
         ms_silu_mul_kernels[job->isa](mixed, gate + t * MS_PAIR, up + t * MS_PAIR, count);
-        if (job->next_kind->quantized) ms_quantize_row_kernels[job->isa](next, mixed, count, job->next_kind, NULL);
+        if (kind->quantized) ms_quantize_row_kernels[job->isa](next, mixed, count, kind, NULL);
         else memcpy(next, mixed, (size_t)count * sizeof(float));
     }
 }

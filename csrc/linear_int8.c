@@ -198,10 +198,13 @@ MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int bias, int 
     for (int64_t b = 0; b < blocks; b++, w += block_bytes, x += (size_t)width + sizeof(ms_block_end)) {
         sums16 s[MS_TILE_SUMS];
         bytes64 q[MS_MOST_PANELS];
-        /* Weights come from memory: ask for what is eight blocks ahead. */
+        /* Weights come from memory. One token asks for what is eight blocks ahead; several, whose tile lasts longer,
+         * for the same block of the next panels. */
         MS_UNROLL for (int p = 0; p < P; p++) {
-            MS_UNROLL for (int byte = 0; byte < block_bytes; byte += 64)
-                MS_PREFETCH(w + p * panel_bytes + 8 * block_bytes + byte);
+            MS_UNROLL for (int byte = 0; byte < block_bytes; byte += 64) {
+                if (T == 1) MS_PREFETCH(w + 8 * block_bytes + byte);
+                else MS_PREFETCH_L2(w + (P + p) * panel_bytes + byte);
+            }
         }
         MS_UNROLL for (int t = 0; t < T; t++) {
             MS_UNROLL for (int p = 0; p < P; p++)

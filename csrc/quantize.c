@@ -98,6 +98,18 @@ static MS_TARGET void MS_FN(quantize_row)(uint8_t *out, const float *x, int64_t 
     }
 }
 
+static MS_TARGET void MS_FN(quantize_blocks)(uint8_t *out, size_t out_stride, const float *x, int64_t n,
+                                             const ms_kind *kind) {
+    const size_t block_bytes = (size_t)kind->width + sizeof(ms_block_end);
+    float largest[16], scale[16], inverse[16];
+    MS_FN(block_scales)(largest, scale, inverse, x, 32 * n);
+    for (int64_t t = 0; t < n; t++) {
+        uint8_t *to = out + (size_t)t * out_stride;
+        for (int i = 0; i < 32; i += kind->width, to += block_bytes)
+            MS_FN(put_block)(to, x + 32 * t + i, scale[t], inverse[t], kind);
+    }
+}
+
 static MS_TARGET void MS_FN(quantize_plainly)(int8_t *q, float *scale, const float *x, int64_t columns, ms_kept *kept) {
     MS_FN(block_found) found = {0, 0};
     for (int64_t column = 0; column < columns; column += 512) {
@@ -121,6 +133,7 @@ static MS_TARGET void MS_FN(quantize_plainly)(int8_t *q, float *scale, const flo
 #include "foreach_isa.h"
 
 ms_quantize_row *const ms_quantize_row_kernels[] = MS_KERNELS(quantize_row);
+ms_quantize_blocks *const ms_quantize_blocks_kernels[] = MS_KERNELS(quantize_blocks);
 
 typedef void quantize_kernel(int8_t *q, float *scale, const float *x, int64_t columns, ms_kept *kept);
 

@@ -28,4 +28,8 @@ MS_FORCE_INLINE size_t ms_quantized_row_bytes(int64_t columns, int width) {
 typedef void ms_quantize_row(uint8_t *out, const float *x, int64_t columns, const ms_kind *kind, ms_kept *kept);
 extern ms_quantize_row *const ms_quantize_row_kernels[];
 
+/* The same block of 32 columns of n <= 16 rows, out_stride bytes apart <- x (n, 32). */
+typedef void ms_quantize_blocks(uint8_t *out, size_t out_stride, const float *x, int64_t n, const ms_kind *kind);
+extern ms_quantize_blocks *const ms_quantize_blocks_kernels[];
+
 #endif
