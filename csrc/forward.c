@@ -117,7 +117,8 @@ static void rope_write_task(const void *job, int64_t begin, int64_t end, int thr
     float *k_scale = c->k_scale ? c->k_scale[j->layer] : NULL, *v_scale = c->v_scale ? c->v_scale[j->layer] : NULL;
     (void)thread;
     for (int64_t t = begin; t < end; t++) {
-        const float *cosine = m->cosine + s->batch->positions[t] * half, *sine = m->sine + s->batch->positions[t] * half;
+        const int64_t angle = s->batch->positions[t] * half;
+        const float *cosine = m->cosine + angle, *sine = m->sine + angle;
         int64_t block = s->batch->slot_mapping[t] / c->block_size, place = s->batch->slot_mapping[t] % c->block_size;
         for (int64_t h = 0; h < heads; h++) {
             float *q = s->q + (t * heads + h) * d;
@@ -176,7 +177,8 @@ static void attention_part(const step *s, const ms_layer *layer, int64_t number)
 }
 
 static void mlp_part(const step *s, const ms_layer *layer) {
-    ms_products gate_up = products_of(s, MS_SWIGLU, s->batch->tokens), down = products_of(s, MS_ADD_TO, s->batch->tokens);
+    const int64_t tokens = s->batch->tokens;
+    ms_products gate_up = products_of(s, MS_SWIGLU, tokens), down = products_of(s, MS_ADD_TO, tokens);
     add_product(&down, &layer->down_proj, s->x);
     down.product[0].input.rows = s->gated;
     down.product[0].input.stride = ms_input_stride(down.product[0].weights.kind, s->model->intermediate_size);

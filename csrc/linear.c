@@ -12,7 +12,7 @@
  * In both, one row of x gives the same bits in whatever tile it is computed: one token or many.
  *
  * One token reads each panel once and from its beginning to its end, because the memory is then as fast as it
- * can be: two panels side by side are two streams, and measured at half the rate.
+ * can be: two panels side by side, read in turns, came at half the rate.
  */
 #include "kernels.h"
 #include "linear.h"

@@ -187,9 +187,9 @@ MS_INLINE vec16 MS_FN(column_of)(int bits, int width, int has_min, int bias, con
 }
 
 /* T tokens times P panels. Called with constants only: the compiler makes one function of each. */
-MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int bias, int T, int P, float *out, int64_t out_stride,
-                                const uint8_t *w, size_t panel_bytes, int64_t blocks, const uint8_t *x, size_t stride,
-                                const ms_kept *kept) {
+MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int bias, int T, int P, float *out,
+                                int64_t out_stride, const uint8_t *w, size_t panel_bytes, int64_t blocks,
+                                const uint8_t *x, size_t stride, const ms_kept *kept) {
     const int steps = width / 4, values = 16 * width * bits / 8, block_bytes = values + 32 * (1 + has_min);
     const int starts_at_0 = bias == 0 && !(MS_ISA == MS_ISA_AVX2 && bits == 8); /* see quantize.c */
     const uint8_t *panels = w;
@@ -198,12 +198,12 @@ MS_INLINE void MS_FN(int8_tile)(int bits, int width, int has_min, int bias, int 
     for (int64_t b = 0; b < blocks; b++, w += block_bytes, x += (size_t)width + sizeof(ms_block_end)) {
         sums16 s[MS_TILE_SUMS];
         bytes64 q[MS_MOST_PANELS];
-        /* Weights come from memory. One token asks for what is eight blocks ahead; several, whose tile lasts longer,
-         * for the same block of the next panels. */
-        MS_UNROLL for (int p = 0; p < P; p++) {
-            MS_UNROLL for (int byte = 0; byte < block_bytes; byte += 64) {
-                if (T == 1) MS_PREFETCH(w + 8 * block_bytes + byte);
-                else MS_PREFETCH_L2(w + (P + p) * panel_bytes + byte);
+        /* Weights come from memory. One token reads them as fast as they come, and asking ahead only takes its time;
+         * several, which compute in between, ask for the same block of the next panels. */
+        if (T > 1) {
+            MS_UNROLL for (int p = 0; p < P; p++) {
+                MS_UNROLL for (int byte = 0; byte < block_bytes; byte += 64)
+                    MS_PREFETCH_L2(w + (P + p) * panel_bytes + byte);
             }
         }
         MS_UNROLL for (int t = 0; t < T; t++) {

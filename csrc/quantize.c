@@ -94,7 +94,8 @@ static MS_TARGET void MS_FN(quantize_row)(uint8_t *out, const float *x, int64_t 
         float rest[32], scale, inverse;
         const int n = MS_FN(take_out)(kept, rest, &scale, &inverse, x, columns, found);
         to = out + (size_t)found.column / width * block_bytes;
-        for (int i = 0; i < n; i += kind->width, to += block_bytes) MS_FN(put_block)(to, rest + i, scale, inverse, kind);
+        for (int i = 0; i < n; i += kind->width, to += block_bytes)
+            MS_FN(put_block)(to, rest + i, scale, inverse, kind);
     }
 }
 

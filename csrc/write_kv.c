@@ -97,8 +97,8 @@ int ms_write_kv(const ms_exec *exec, const float *k, const float *v, void *k_cac
     MS_TRY(ms_check_sizes(num_blocks, kv_heads, block_size, head_dim));
     for (int64_t t = 0; t < tokens; t++)
         if (slot_mapping[t] < 0 || slot_mapping[t] >= num_blocks * block_size) return MS_BAD_SLOT;
-    write_kv_job job = {ms_write_row_kernels[exec->isa], k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, cache_type,
-                        tokens, kv_heads, head_dim, block_size};
+    write_kv_job job = {ms_write_row_kernels[exec->isa], k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping,
+                        cache_type, tokens, kv_heads, head_dim, block_size};
     ms_parallel(exec, kv_heads, tokens * kv_heads * head_dim < MS_PIECE / 5 ? kv_heads : 1, write_kv_task, &job);
     return MS_OK;
 }
