@@ -8,6 +8,9 @@
  *                x -> norm + quantize -> gate, up -> silu * + quantize -> down projection, added to x
  *   rows that need logits -> norm + quantize -> output layer       logits (L, V)
  *
+ * The last layer computes keys and values for all tokens, and what follows them for those rows alone: of a prompt's
+ * tokens, only the last one's attention is ever looked at there.
+ *
  * What is fused, and which pass over memory that saves:
  *   norm + quantize         the normed row stays in the L1 cache until it is quantized; it is never written out
  *   rope + write            a key turns on its way from the projection to the cache
@@ -36,6 +39,9 @@ typedef struct {
     uint8_t *gated;                      /* rows for the down projection */
     float *row;                          /* (threads, D): a normed row */
     ms_attention_step attention;
+    int64_t tokens;                      /* T, and in the last layer after `keep_wanted` only L */
+    const int32_t *wanted;               /* rows of x that need logits; NULL: all `tokens` of them */
+    int32_t *wanted_start_loc;           /* (S + 1,) */
 } step;
 
 /* ---- rows of input: (norm and) quantize ---- */
@@ -151,11 +157,35 @@ static void ask_for_slots(const step *s, int64_t layer) {
 
 /* ---- the stations of a layer ---- */
 
-static void attention_part(const step *s, const ms_layer *layer, int64_t number) {
+/* From here on only the rows that need logits: if they are, in order, the last ones of their sequences. (Otherwise
+ * all are computed, which costs time and changes nothing.) */
+static void keep_wanted(step *s) {
+    const ms_batch *b = s->batch;
+    const int64_t D = s->model->hidden_size, q = s->model->heads * s->model->head_dim;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < b->sequences; i++) {
+        int64_t first = kept;
+        s->wanted_start_loc[i] = (int32_t)kept;
+        while (kept < b->logits && b->logits_indices[kept] < b->query_start_loc[i + 1]) kept++;
+        for (int64_t j = first; j < kept; j++)
+            if (b->logits_indices[j] != b->query_start_loc[i + 1] - (kept - j)) return;
+        if (kept > first && b->logits_indices[first] < b->query_start_loc[i]) return;
+    }
+    if (kept < b->logits) return;
+    s->wanted_start_loc[b->sequences] = (int32_t)kept;
+    for (int64_t j = 0; j < kept; j++) { /* rows only move up: row j is not needed any more, or is in its place */
+        memmove(s->x + j * D, s->x + b->logits_indices[j] * D, (size_t)D * sizeof(float));
+        memmove(s->q + j * q, s->q + b->logits_indices[j] * q, (size_t)q * sizeof(float));
+    }
+    s->tokens = s->attention.tokens = kept, s->wanted = NULL;
+    s->attention.query_start_loc = s->wanted_start_loc;
+}
+
+static void attention_part(step *s, const ms_layer *layer, int64_t number) {
     const ms_model *m = s->model;
     const ms_batch *b = s->batch;
     const ms_kv_cache *c = s->cache;
-    ms_products qkv = products_of(s, MS_STORE, b->tokens), out = products_of(s, MS_ADD_TO, b->tokens);
+    ms_products qkv = products_of(s, MS_STORE, b->tokens);
     add_product(&qkv, &layer->q_proj, s->q);
     add_product(&qkv, &layer->k_proj, s->k);
     add_product(&qkv, &layer->v_proj, s->v);
@@ -167,18 +197,19 @@ static void attention_part(const step *s, const ms_layer *layer, int64_t number)
     int64_t values = (m->heads + 2 * m->kv_heads) * m->head_dim; /* of a token */
     ms_parallel(s->exec, b->tokens, ms_max(1, MS_PIECE / 5 / values), rope_write_task, &rope_write);
 
+    if (number == m->layer_count - 1) keep_wanted(s);
     ms_attention_layer attention = {s->mixed, s->q, c->k[number], c->v[number], c->k_scale ? c->k_scale[number] : NULL,
                                     c->v_scale ? c->v_scale[number] : NULL};
     ms_attention_run(s->exec, &s->attention, &attention);
 
+    ms_products out = products_of(s, MS_ADD_TO, s->tokens);
     add_product(&out, &layer->o_proj, s->x);
     make_input(s, &out, s->mixed, NULL, NULL);
     ms_multiply(s->exec, &out);
 }
 
 static void mlp_part(const step *s, const ms_layer *layer) {
-    const int64_t tokens = s->batch->tokens;
-    ms_products gate_up = products_of(s, MS_SWIGLU, tokens), down = products_of(s, MS_ADD_TO, tokens);
+    ms_products gate_up = products_of(s, MS_SWIGLU, s->tokens), down = products_of(s, MS_ADD_TO, s->tokens);
     add_product(&down, &layer->down_proj, s->x);
     down.product[0].input.rows = s->gated;
     down.product[0].input.stride = ms_input_stride(down.product[0].weights.kind, s->model->intermediate_size);
@@ -270,7 +301,8 @@ static size_t widest_input(const ms_matrix *const *matrices, int count) {
 }
 
 /* Cuts the work space up; with work NULL it only counts. */
-static size_t lay_out(step *s, int64_t tokens, int64_t logits, size_t attention_bytes, uint8_t *work) {
+static size_t lay_out(step *s, int64_t tokens, int64_t sequences, int64_t logits, size_t attention_bytes,
+                      uint8_t *work) {
     const ms_model *m = s->model;
     size_t input = widest_input((const ms_matrix *const[]){&m->lm_head}, 1), gated = 0, used = 0;
     size_t D = (size_t)m->hidden_size, T = (size_t)tokens, most = (size_t)ms_max(tokens, logits);
@@ -297,13 +329,15 @@ static size_t lay_out(step *s, int64_t tokens, int64_t logits, size_t attention_
     for (int i = 0; i < MS_MOST_PRODUCTS; i++) MS_PART(kept[i], ms_kept, most * sizeof(ms_kept));
     MS_PART(gated, uint8_t, T * gated);
     MS_PART(row, float, 4 * D * (size_t)s->exec->threads);
+    MS_PART(wanted_start_loc, int32_t, 4 * ((size_t)sequences + 1));
     MS_PART(attention.work, uint8_t, attention_bytes);
 #undef MS_PART
     s->attention.work_bytes = attention_bytes;
     return used;
 }
 
-int ms_forward_work(const ms_exec *exec, const ms_model *model, int64_t tokens, int64_t logits, size_t *bytes) {
+int ms_forward_work(const ms_exec *exec, const ms_model *model, int64_t tokens, int64_t sequences, int64_t logits,
+                    size_t *bytes) {
     step s = {0};
     size_t attention;
     MS_TRY(ms_check_exec(exec));
@@ -311,10 +345,11 @@ int ms_forward_work(const ms_exec *exec, const ms_model *model, int64_t tokens, 
     MS_TRY(check_model(model));
     MS_TRY(ms_check_sizes(ms_max(tokens, logits), model->hidden_size + model->intermediate_size, model->heads,
                           model->head_dim));
+    MS_TRY(ms_check_sizes(sequences, 1, 1, 1));
     if (tokens < 0 || logits < 0) return MS_BAD_SIZE;
     MS_TRY(ms_paged_attention_work(exec, model->heads, model->kv_heads, model->head_dim, &attention));
     s.exec = exec, s.model = model;
-    *bytes = 64 + lay_out(&s, tokens, logits, attention, NULL);
+    *bytes = 64 + lay_out(&s, tokens, sequences, logits, attention, NULL);
     return MS_OK;
 }
 
@@ -326,13 +361,14 @@ int ms_forward(const ms_exec *exec, float *logits, const ms_model *model, const 
     MS_TRY(check_model(model));
     MS_TRY(check_cache(cache, model));
     MS_TRY(check_batch(batch, model, cache));
-    MS_TRY(ms_forward_work(exec, model, batch->tokens, batch->logits, &needed));
+    MS_TRY(ms_forward_work(exec, model, batch->tokens, batch->sequences, batch->logits, &needed));
     if (work_bytes < needed) return MS_WORK_TOO_SMALL;
     MS_TRY(ms_paged_attention_work(exec, model->heads, model->kv_heads, model->head_dim, &attention));
     step s = {0};
     s.exec = exec, s.model = model, s.cache = cache, s.batch = batch;
     s.attention = attention_step(model, cache, batch);
-    lay_out(&s, batch->tokens, batch->logits, attention, ms_align(work));
+    s.tokens = batch->tokens, s.wanted = batch->logits_indices;
+    lay_out(&s, batch->tokens, batch->sequences, batch->logits, attention, ms_align(work));
     MS_TRY(ms_check_attention(exec, &s.attention));
 
     const ms_matrix *embed = &model->embed_tokens;
@@ -344,7 +380,7 @@ int ms_forward(const ms_exec *exec, float *logits, const ms_model *model, const 
     }
     ms_products head = products_of(&s, MS_STORE, batch->logits);
     add_product(&head, &model->lm_head, logits);
-    make_input(&s, &head, s.x, batch->logits_indices, model->norm);
+    make_input(&s, &head, s.x, s.wanted, model->norm);
     ms_multiply(exec, &head);
     return MS_OK;
 }

@@ -165,7 +165,8 @@ typedef struct {
 } ms_batch;
 
 /* logits (batch->logits, V). Writes keys and values into the cache. */
-int ms_forward_work(const ms_exec *exec, const ms_model *model, int64_t tokens, int64_t logits, size_t *bytes);
+int ms_forward_work(const ms_exec *exec, const ms_model *model, int64_t tokens, int64_t sequences, int64_t logits,
+                    size_t *bytes);
 int ms_forward(const ms_exec *exec, float *logits, const ms_model *model, const ms_kv_cache *cache,
                const ms_batch *batch, uint8_t *work, size_t work_bytes);
 

@@ -39,9 +39,17 @@ def model_of(config: ModelConfig, seed: int, types: tuple[WeightType, ...]) -> d
 
 
 def step_input(
-    rng: np.random.Generator, config: ModelConfig, new: list[int], before: list[int], block_size: int, blocks: int
+    rng: np.random.Generator,
+    config: ModelConfig,
+    new: list[int],
+    before: list[int],
+    block_size: int,
+    blocks: int,
+    *,
+    last: bool = False,
 ) -> ModelInput:
-    """A step of len(new) sequences: before[i] tokens are in the cache, new[i] are computed; some rows are wanted."""
+    """A step of len(new) sequences: before[i] tokens are in the cache, new[i] are computed. Some rows are wanted:
+    with `last` the last ones of each sequence, as an engine asks for them (none, one, or more), else any."""
     order = rng.permutation(blocks)
     width = max(-(-(n + b) // block_size) for n, b in zip(new, before, strict=True))
     tables = np.zeros((len(new), width), np.int32)
@@ -55,6 +63,9 @@ def step_input(
         slots.append(tables[i][places // block_size] * block_size + places % block_size)
     starts = np.concatenate([[0], np.cumsum(new)])
     wanted = rng.integers(0, starts[-1], rng.integers(0, 4)) if starts[-1] else np.zeros(0)
+    if last:
+        counts = [min(n, int(rng.choice([0, 1, 1, 3, n]))) for n in new]
+        wanted = np.concatenate([np.arange(end - n, end) for n, end in zip(counts, starts[1:], strict=True)])
     arrays: dict[str, Any] = {
         "token_ids": rng.integers(0, config.vocab_size, starts[-1]),
         "positions": np.concatenate(positions),
@@ -135,7 +146,7 @@ def test_fused_is_the_operations_one_after_the_other(name: str) -> None:
     rng = np.random.default_rng(len(name))
     batches = [([1], [0]), ([1], [37]), ([5, 1, 1, 17], [0, 8, 30, 3]), ([1] * 7, list(range(7))), ([40, 33], [0, 20])]
     for dtype in ("float16", "float32", "int8"):
-        steps = [step_input(rng, config, new, before, 8, 40) for new, before in batches]
+        steps = [step_input(rng, config, *batch, 8, 40, last=last) for batch in batches for last in (True, False)]
         cache = {"blocks": 40, "block_size": 8, "dtype": dtype, "seed": 1}
         assert_same(config, model_of(config, 3, types), steps, cache)
 
@@ -161,7 +172,7 @@ def test_any_model_and_any_batch(data: st.DataObject) -> None:
     before = data.draw(st.lists(st.integers(0, 30), min_size=sequences, max_size=sequences))
     block_size = data.draw(st.sampled_from([1, 3, 8, 16]))
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
-    step = step_input(rng, config, new, before, block_size, 6 * 60)
+    step = step_input(rng, config, new, before, block_size, 6 * 60, last=data.draw(st.booleans()))
     cache = {"blocks": 6 * 60, "block_size": block_size, "dtype": "float16", "seed": 2}
     assert_same(config, model_of(config, 5, QUANTIZED if quantized else FLOATS), [step], cache)
 
@@ -285,3 +296,32 @@ def test_a_model_whose_work_space_grows(isa: str) -> None:
         step = step_input(rng, config, new, [0] * len(new), 8, 40)
         fused = model.forward(step, cache.k, cache.v)
         np.testing.assert_array_equal(bits(fused), bits(model.forward_by_operations(step, cache.k, cache.v)))
+
+
+NOT_LAST: dict[str, list[int]] = {
+    "one before the last": [1, 4],
+    "in another order": [4, 2],
+    "one of them twice": [2, 4, 4],
+    "a gap": [0, 2, 4],
+    "more than there are": [0, 1, 2, 3, 4, 4],
+    "the last ones": [2, 3, 4],
+    "of the second sequence alone": [3, 4],
+    "all": [0, 1, 2, 3, 4],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("rows", NOT_LAST)
+def test_the_last_layer_computes_the_wanted_rows_whichever_they_are(
+    rows: str, tiny: tuple[ModelConfig, Transformer]
+) -> None:
+    """Only their attention and feed-forward are needed there. Taken for a sequence's last rows when they are others,
+    they would be computed at the wrong positions."""
+    config, model = tiny
+    step = step_input(np.random.default_rng(0), config, [3, 2], [0, 9], 8, 40)
+    step = changed(step, logits_indices=NOT_LAST[rows])
+    one, other = filled_cache(config, 40, 8, "float16", 0), filled_cache(config, 40, 8, "float16", 0)
+    fused = model.forward(step, one.k, one.v)
+    np.testing.assert_array_equal(bits(fused), bits(model.forward_by_operations(step, other.k, other.v)))
+    for mine, theirs in zip((*one.k, *one.v), (*other.k, *other.v), strict=True):
+        np.testing.assert_array_equal(bits(mine), bits(theirs))

@@ -80,7 +80,7 @@ class NativeForward:
         self._model = c
         self._caches: tuple[list[KVLayer], Any, list[Any]] | None = None
         needed = core.ffi.new("size_t *")
-        if code := core.lib.ms_forward_work(exec_pointer, c, 1, 1, needed):
+        if code := core.lib.ms_forward_work(exec_pointer, c, 1, 1, 1, needed):
             core.fail("forward", code, "the weights' shapes contradict each other")
 
     def _vector(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> Any:
@@ -157,7 +157,7 @@ class NativeForward:
         code = lib.ms_forward(self._exec, out_pointer, self._model, cache, batch, *self._work(1))
         if code == lib.MS_WORK_TOO_SMALL:
             needed = core.ffi.new("size_t *")
-            lib.ms_forward_work(self._exec, self._model, tokens, logits, needed)
+            lib.ms_forward_work(self._exec, self._model, tokens, sequences, logits, needed)
             code = lib.ms_forward(self._exec, out_pointer, self._model, cache, batch, *self._work(needed[0]))
         if code:
             core.fail("forward", code, f"{tokens} tokens of {sequences} sequences")
