@@ -24,7 +24,10 @@ def add_micro_options(group: Any, modes: Any) -> None:
         "are a prompt",
     )
     group.add_argument(
-        "--turns", type=at_least(1), metavar="N", help="with --micro or --peers: how often each is measured (default: 15; 5)"
+        "--turns",
+        type=at_least(1),
+        metavar="N",
+        help="with --micro or --peers: how often each is measured (default: 15; 5)",
     )
 
 
