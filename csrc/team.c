@@ -12,7 +12,8 @@
  * over takes about a microsecond (to wake a sleeping one takes 10 to 50, and starting threads for each job more);
  * after SPINS looks at the ticket they sleep, because a thread that spins takes the processor from others.
  *
- * Which thread does which piece never changes a result, because no sum crosses two pieces.
+ * Which thread does which piece never changes a result, because no sum crosses two pieces. (It could if the caller
+ * rounded in another way than the workers do, which took over what was set when the team was made.)
  */
 #define _POSIX_C_SOURCE 200809L /* pthread_sigmask, getpid */
 #include "core.h"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -325,3 +328,49 @@ def test_the_last_layer_computes_the_wanted_rows_whichever_they_are(
     np.testing.assert_array_equal(bits(fused), bits(model.forward_by_operations(step, other.k, other.v)))
     for mine, theirs in zip((*one.k, *one.v), (*other.k, *other.v), strict=True):
         np.testing.assert_array_equal(bits(mine), bits(theirs))
+
+
+def test_a_dropped_cache_is_gone(tiny: tuple[ModelConfig, Transformer]) -> None:
+    """The model remembers where the last step's cache lies. Kept for that, an engine that was thrown away left its
+    cache, often most of the memory, until the next one's first step."""
+    config, model = tiny
+    step = step_input(np.random.default_rng(0), config, [3], [0], 8, 40)
+    for dtype in ("float16", "int8"):
+        cache = filled_cache(config, 40, 8, dtype, 0)
+        gone = [weakref.ref(layer) for layer in (*cache.k, *cache.v)]
+        model.forward(step, cache.k, cache.v)
+        del cache
+        gc.collect()
+        assert [reference() for reference in gone] == [None] * len(gone)
+
+
+def test_two_threads_with_a_cache_each(tiny: tuple[ModelConfig, Transformer]) -> None:
+    """One model, a runner in each thread. While one was in C, the other's call replaced the addresses of its cache,
+    and freed the memory that they were read from."""
+    config, model = tiny
+    step = step_input(np.random.default_rng(0), config, [9, 1], [0, 20], 8, 40, last=True)
+    step = changed(step, logits_indices=[8, 9])
+    right = model.forward_by_operations(step, *(lambda c: (c.k, c.v))(filled_cache(config, 40, 8, "float16", 1)))
+    wrong: list[int] = []
+
+    def run(thread: int) -> None:
+        cache = filled_cache(config, 40, 8, "float16", 1)
+        for _ in range(60):
+            if not (model.forward(step, cache.k, cache.v) == right).all():
+                wrong.append(thread)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_lists_in_the_place_of_arrays_are_named(tiny: tuple[ModelConfig, Transformer]) -> None:
+    config, model = tiny
+    step = step_input(np.random.default_rng(0), config, [3], [0], 8, 40)
+    cache = filled_cache(config, 40, 8, "float16", 0)
+    for name in vars(step):
+        with pytest.raises(ParameterError, match=f"{name} must be a NumPy array"):
+            model.forward(ModelInput(**{**vars(step), name: vars(step)[name].tolist()}), cache.k, cache.v)

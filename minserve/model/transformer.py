@@ -150,7 +150,7 @@ class Transformer:
         )
 
     def _check_ids(self, ids: np.ndarray) -> None:
-        if ids.size and (ids.min() < 0 or ids.max() >= self.config.vocab_size):
+        if np.size(ids) and (np.min(ids) < 0 or np.max(ids) >= self.config.vocab_size):
             raise ParameterError(f"a token id is outside the vocabulary (0 to {self.config.vocab_size - 1})")
 
     def forward_by_operations(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,18 @@ class ForwardModel:
     lm_head: Any  # (V, D)
     cosine: np.ndarray
     sine: np.ndarray
+
+
+@dataclass(frozen=True)
+class _KnownCaches:
+    """Arrays that C knows the addresses of, as long as they are there: they are not kept for its sake."""
+
+    layers: Sequence[weakref.ref[Any]]  # keys of all layers, then values
+    pointer: Any  # ms_kv_cache *
+    arrays: tuple[Any, ...]  # what it points to
+
+    def are(self, layers: Sequence[KVLayer]) -> bool:
+        return len(layers) == len(self.layers) and all(map(_refers, self.layers, layers))
 
 
 class NativeForward:
@@ -78,7 +91,7 @@ class NativeForward:
         c.layers = layers
         self._kept.append(layers)
         self._model = c
-        self._caches: tuple[list[KVLayer], Any, list[Any]] | None = None
+        self._known: _KnownCaches | None = None
         needed = core.ffi.new("size_t *")
         if code := core.lib.ms_forward_work(exec_pointer, c, 1, 1, 1, needed):
             core.fail("forward", code, "the weights' shapes contradict each other")
@@ -99,32 +112,33 @@ class NativeForward:
             "keep_largest": weight.keep_largest,
         }
 
-    def _cache(self, layers: list[KVLayer]) -> Any:
-        """The caches as C reads them: made once, and again if a step brings other arrays."""
-        known = self._caches
-        if known is not None and len(layers) == len(known[0]) and all(map(_is, layers, known[0])):
-            return known[1]
+    def _caches(self, layers: list[KVLayer]) -> _KnownCaches:
+        """The caches as C reads them: made once, and again if a step brings other arrays.
+
+        Whoever calls C with them keeps what this returns until C is done: another thread's call may replace it here.
+        """
+        known = self._known
+        if known is not None and known.are(layers):
+            return known
         count, new = self._num_layers, self._core.ffi.new
         if len(layers) != 2 * count:
             raise ParameterError(f"the model has {count} layers, the KV cache {len(layers) / 2:g}")
         k, v = new("void *[]", max(1, count)), new("void *[]", max(1, count))
         k_scale, v_scale = new("float *[]", max(1, count)), new("float *[]", max(1, count))
         first: tuple[Any, ...] | None = None
-        kept: list[Any] = [k, v, k_scale, v_scale]
         for i in range(count):
             pointers = self._describe(layers[i], layers[count + i], *self._head_shape, writable=True)
             k[i], v[i], k_scale[i], v_scale[i], *sizes = pointers
             first = first or tuple(sizes)
             if tuple(sizes) != first:
                 raise ParameterError("all layers' KV caches must have the same type, blocks and block size")
-            kept.append(pointers)
         kind, blocks, block_size = first or (0, 1, 1)
         has_scales = kind == self._core.lib.MS_KV_I8
         null = self._core.ffi.NULL
         scales = (k_scale, v_scale) if has_scales else (null, null)
         cache = new("ms_kv_cache *", (kind, blocks, block_size, k, v, *scales))
-        self._caches = layers, cache, kept
-        return cache
+        self._known = _KnownCaches([weakref.ref(layer) for layer in layers], cache, (k, v, k_scale, v_scale))
+        return self._known
 
     def __call__(
         self,
@@ -140,9 +154,9 @@ class NativeForward:
     ) -> np.ndarray:
         """The arrays of a ModelInput -> logits (L, V). Writes the tokens' keys and values into the caches."""
         core, lib = self._core, self._core.lib
-        tokens, sequences, logits = token_ids.size, context_lens.size, logits_indices.size
-        max_blocks = block_tables.shape[1]
-        cache = self._cache([*k_caches, *v_caches])
+        tokens, sequences, logits = np.size(token_ids), np.size(context_lens), np.size(logits_indices)
+        max_blocks = np.shape(block_tables)[1] if np.ndim(block_tables) == 2 else 0
+        caches = self._caches([*k_caches, *v_caches])
         arrays = (
             core.pointer("token_ids", token_ids, INT32, (tokens,)),
             core.pointer("positions", positions, INT32, (tokens,)),
@@ -154,18 +168,18 @@ class NativeForward:
         )
         batch = core.ffi.new("ms_batch *", (tokens, sequences, max_blocks, logits, *arrays))
         out, out_pointer = core.new((logits, self._vocab_size))
-        code = lib.ms_forward(self._exec, out_pointer, self._model, cache, batch, *self._work(1))
+        code = lib.ms_forward(self._exec, out_pointer, self._model, caches.pointer, batch, *self._work(1))
         if code == lib.MS_WORK_TOO_SMALL:
             needed = core.ffi.new("size_t *")
             lib.ms_forward_work(self._exec, self._model, tokens, sequences, logits, needed)
-            code = lib.ms_forward(self._exec, out_pointer, self._model, cache, batch, *self._work(needed[0]))
+            code = lib.ms_forward(self._exec, out_pointer, self._model, caches.pointer, batch, *self._work(needed[0]))
         if code:
             core.fail("forward", code, f"{tokens} tokens of {sequences} sequences")
         return out
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
+def _refers(reference: weakref.ref[Any], layer: KVLayer) -> bool:
+    return reference() is layer
 
 
 def _shape(weight: PackedWeight) -> tuple[int, int]:

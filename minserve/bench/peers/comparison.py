@@ -76,6 +76,8 @@ class Comparison:
         try:
             for turn in range(self.turns + 1):
                 for work in self.works:
+                    if next(iter(self.engines)) in self.failures:
+                        return  # nothing is left to compare the others with
                     for name in self.engines:
                         if progress is not None:
                             progress(done, total)
