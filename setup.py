@@ -27,8 +27,11 @@ THREADS = {
     "posix": (
         ["-pthread", "-DMS_THREADS=1"],
         ["-pthread"],
-        "#include <pthread.h>\n#include <stdatomic.h>\n"
-        "int main(void) { atomic_int one = 1; return !atomic_load(&one) || !pthread_self(); }\n",
+        # what team.c uses: MinGW has pthread.h and lacks some of it
+        "#define _POSIX_C_SOURCE 200809L\n#include <pthread.h>\n#include <sched.h>\n#include <signal.h>\n"
+        "#include <stdatomic.h>\n#include <stdlib.h>\n#include <unistd.h>\n"
+        "int main(void) { sigset_t all; atomic_int one = 1; sigfillset(&all); free(aligned_alloc(64, 64));\n"
+        "return !atomic_load(&one) || pthread_sigmask(SIG_SETMASK, &all, 0) || sched_yield() || getpid() < 0; }\n",
     ),
     "openmp": (
         ["/openmp" if MSVC else "-fopenmp"],

@@ -37,7 +37,7 @@ enum {
     MS_SPAN = 16,    /* positions that the running softmax takes at once */
     MS_STRETCH = 64, /* positions whose cache rows are looked up at once: four spans */
     MS_TILE_ROWS = 4, /* rows that a stretch is taken into at once, at most */
-    MS_FEW_ROWS = 15, /* of a task whose rows meet the cache's rows themselves, not a float copy of them */
+    MS_FEW_ROWS = 15, /* of a task whose rows meet the cache's rows, not a float copy of them (vector versions) */
 };
 
 /* The cache rows of up to 64 positions. Past the last one come copies of its pointers, so that kernels

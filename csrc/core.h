@@ -8,7 +8,7 @@
 #include "minserve_core.h"
 
 #ifndef MS_THREADS
-#define MS_THREADS 0 /* setup.py sets it where it found threads */
+#define MS_THREADS 0 /* 1 where setup.py found POSIX threads */
 #endif
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__

@@ -170,9 +170,7 @@ static void keep_wanted(step *s) {
         while (kept < b->logits && b->logits_indices[kept] < b->query_start_loc[i + 1]) kept++;
         for (int64_t j = first; j < kept; j++)
             if (b->logits_indices[j] != b->query_start_loc[i + 1] - (kept - j)) return;
-        if (kept > first && b->logits_indices[first] < b->query_start_loc[i]) return;
     }
-    if (kept < b->logits) return;
     s->wanted_start_loc[b->sequences] = (int32_t)kept;
     for (int64_t j = 0; j < kept; j++) { /* rows only move up: row j is not needed any more, or is in its place */
         memmove(s->x + j * D, s->x + b->logits_indices[j] * D, (size_t)D * sizeof(float));
@@ -289,6 +287,8 @@ int ms_forward_work(const ms_exec *exec, const ms_model *model, int64_t tokens, 
     MS_TRY(ms_check_sizes(ms_max(tokens, logits), model->hidden_size + model->intermediate_size, model->heads,
                           model->head_dim));
     MS_TRY(ms_check_sizes(sequences, 1, 1, 1));
+    MS_TRY(ms_check_sizes(logits, model->vocab_size, 1, 1));
+    MS_TRY(ms_check_sizes(exec->threads, model->hidden_size, 1, 1));
     if (tokens < 0 || logits < 0) return MS_BAD_SIZE;
     MS_TRY(ms_paged_attention_work(exec, model->heads, model->kv_heads, model->head_dim, &attention));
     s.exec = exec, s.model = model;

@@ -69,7 +69,7 @@ MS_INLINE int MS_FN(take_out)(ms_kept *kept, float *rest, float *scale, float *i
     float largest[16], scales[16], inverses[16];
     int i = 0;
     memcpy(rest, x + found.column, (size_t)n * sizeof(float));
-    while ((ms_float_to_bits(rest[i]) & 0x7fffffff) != found.bits) i++;
+    while (i < n - 1 && (ms_float_to_bits(rest[i]) & 0x7fffffff) != found.bits) i++;
     kept->value = rest[i], kept->column = (int32_t)(found.column + i);
     rest[i] = 0.0f;
     MS_FN(block_scales)(largest, scales, inverses, rest, n);

@@ -188,8 +188,8 @@ void ms_parallel(const ms_exec *exec, int64_t n, int64_t chunk, ms_task *task, c
         wake_all(team, 0);
     }
     while (take(team, 0, &seen)) {}
-    for (int spins = 0; atomic_load_explicit(&team->done, memory_order_acquire) < pieces; spins++) {
-        if (spins < SPINS) relax();
+    for (int spins = 0; atomic_load_explicit(&team->done, memory_order_acquire) < pieces;) {
+        if (spins < SPINS) spins++, relax();
         else sched_yield(); /* a worker holds a piece and does not run: let it */
     }
     atomic_flag_clear_explicit(&team->busy, memory_order_release);

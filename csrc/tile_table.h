@@ -2,7 +2,7 @@
  *
  *     plain      T 1 .. 4, P 1     arrays in memory anyway
  *     AVX2       T 1 .. 4, P 1     16 registers of half a panel
- *     AVX-512    T 1 .. 5, P 1 2   32 registers
+ *     AVX-512    T 1 .. 5, P 1; T 2 .. 5, P 2: 32 registers
  *
  * Included by linear_int8.c and linear_float.c once for each: MS_TILES_OF(TILE, name, ...) defines a function
  * for each T and P by TILE(name, T, P, ...), and MS_TILE_TABLE(name) is the table of them.

@@ -137,6 +137,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[WeightType, ...]]] = {
     "one head": ({"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}, (Q4_1,)),
     "many query heads a KV head": ({"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 32}, (Q8_0, Q4_1)),
     "an odd number of panels": ({"hidden_size": 96, "intermediate_size": 160, "vocab_size": 49}, (Q4_1, Q8_0)),
+    "many panels": ({"intermediate_size": 416}, (Q4_1,)),
     "tied": ({"tie_word_embeddings": True}, (Q8_0,)),
     "one layer": ({"num_hidden_layers": 1}, (Q4_0, F16)),
 }
@@ -224,8 +225,10 @@ def test_wrong_arrays_are_named(tiny: tuple[ModelConfig, Transformer]) -> None:
     cache = filled_cache(config, 40, 8, "float16", 0)
     with pytest.raises(ParameterError, match="positions must have the shape"):
         model.forward(changed(step, positions=[0, 1]), cache.k, cache.v)
-    with pytest.raises(ParameterError, match="2 layers, the KV cache 1"):
+    with pytest.raises(ParameterError, match="2 layers, the KV cache 1 of keys and 1 of values"):
         model.forward(step, cache.k[:1], cache.v[:1])
+    with pytest.raises(ParameterError, match="3 of keys and 1 of values"):
+        model.forward(step, [*cache.k, cache.v[0]], cache.v[:1])
     with pytest.raises(ParameterError, match="same type, blocks and block size"):
         model.forward(step, [cache.k[0], cache.k[1][:20]], [cache.v[0], cache.v[1][:20]])
     cache = filled_cache(config, 40, 8, "float16", 0)
@@ -374,3 +377,22 @@ def test_lists_in_the_place_of_arrays_are_named(tiny: tuple[ModelConfig, Transfo
     for name in vars(step):
         with pytest.raises(ParameterError, match=f"{name} must be a NumPy array"):
             model.forward(ModelInput(**{**vars(step), name: vars(step)[name].tolist()}), cache.k, cache.v)
+
+
+def test_pieces_for_more_than_one_thread() -> None:
+    """Threads share the rows of a step only if there is enough to do: small models never get that far."""
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    config = tiny_config(hidden_size=576, intermediate_size=96, num_hidden_layers=1, **heads)
+    rng = np.random.default_rng(0)
+    step = step_input(rng, config, [60, 60, 60], [0, 0, 3], 8, 40, last=True)
+    tensors = model_of(config, 0, (Q4_1, Q8_0))
+    wanted = None
+    for threads in (1, 3):
+        model = Transformer(config, tensors, native.NativeBackend(threads), 64)
+        for _ in range(5):
+            cache = filled_cache(config, 40, 8, "float16", 0)
+            logits = model.forward(step, cache.k, cache.v)
+            found = [bits(logits), *(bits(layer) for layer in (*cache.k, *cache.v))]
+            wanted = wanted or found
+            for mine, first in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(mine, first)

@@ -1,6 +1,6 @@
 """The list of operations in C: `NativeBackend` checks what it is given and calls csrc/ through cffi.
 
-cffi releases the GIL for the length of a call, and the core keeps nothing between calls.
+cffi releases the GIL for the length of a call, and the core keeps nothing between calls but a team's threads.
 """
 
 from __future__ import annotations

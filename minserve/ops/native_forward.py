@@ -94,7 +94,7 @@ class NativeForward:
         self._known: _KnownCaches | None = None
         needed = core.ffi.new("size_t *")
         if code := core.lib.ms_forward_work(exec_pointer, c, 1, 1, 1, needed):
-            core.fail("forward", code, "the weights' shapes contradict each other")
+            core.fail("forward", code, "the weights' shapes or types contradict each other")
 
     def _vector(self, name: str, array: np.ndarray, shape: tuple[int, ...]) -> Any:
         pointer = self._core.pointer(name, array, FLOAT32, shape)
@@ -121,8 +121,6 @@ class NativeForward:
         if known is not None and known.are(layers):
             return known
         count, new = self._num_layers, self._core.ffi.new
-        if len(layers) != 2 * count:
-            raise ParameterError(f"the model has {count} layers, the KV cache {len(layers) / 2:g}")
         k, v = new("void *[]", max(1, count)), new("void *[]", max(1, count))
         k_scale, v_scale = new("float *[]", max(1, count)), new("float *[]", max(1, count))
         first: tuple[Any, ...] | None = None
@@ -137,8 +135,9 @@ class NativeForward:
         null = self._core.ffi.NULL
         scales = (k_scale, v_scale) if has_scales else (null, null)
         cache = new("ms_kv_cache *", (kind, blocks, block_size, k, v, *scales))
-        self._known = _KnownCaches([weakref.ref(layer) for layer in layers], cache, (k, v, k_scale, v_scale))
-        return self._known
+        known = _KnownCaches([weakref.ref(layer) for layer in layers], cache, (k, v, k_scale, v_scale))
+        self._known = known
+        return known
 
     def __call__(
         self,
@@ -156,6 +155,9 @@ class NativeForward:
         core, lib = self._core, self._core.lib
         tokens, sequences, logits = np.size(token_ids), np.size(context_lens), np.size(logits_indices)
         max_blocks = np.shape(block_tables)[1] if np.ndim(block_tables) == 2 else 0
+        if not len(k_caches) == len(v_caches) == self._num_layers:
+            counts = f"{len(k_caches)} of keys and {len(v_caches)} of values"
+            raise ParameterError(f"the model has {self._num_layers} layers, the KV cache {counts}")
         caches = self._caches([*k_caches, *v_caches])
         arrays = (
             core.pointer("token_ids", token_ids, INT32, (tokens,)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,15 @@ class WeightMemory:
 
     def __init__(self) -> None:
         self._rest: np.ndarray | None = None  # uint8: what is left of the last piece
+        self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> np.ndarray:
         """uint8 (nbytes,), from a multiple of ALIGNMENT on, all 0. Raises MemoryError if there is not that much."""
         needed = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if self._rest is None or self._rest.size < needed:
-            self._rest = _piece(max(PIECE, needed))
-        data, self._rest = self._rest[:nbytes], self._rest[needed:]
+        with self._lock:
+            if self._rest is None or self._rest.size < needed:
+                self._rest = _piece(max(PIECE, needed))
+            data, self._rest = self._rest[:nbytes], self._rest[needed:]
         return data
 
 
