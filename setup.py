@@ -83,6 +83,8 @@ class BuildCore(build_ext):
     def build_extension(self, ext):
         extra = os.environ.get("MINSERVE_CFLAGS", "").split()
         wanted = os.environ.get("MINSERVE_THREADS")
+        if wanted not in (None, "0", *THREADS):
+            raise SystemExit(f"MINSERVE_THREADS is {wanted!r}; it may be 0 or one of {', '.join(THREADS)}")
         candidates = [how for name, how in THREADS.items() if wanted in (None, name)]
         threads = next(((how[0], how[1]) for how in candidates if self.links(FLAGS + how[0], *how[1:])), None)
         ext.extra_compile_args += FLAGS + extra + (threads[0] if threads else [])

@@ -14,7 +14,7 @@
  * What is fused, and which pass over memory that saves:
  *   norm + quantize         the normed row stays in the L1 cache until it is quantized; it is never written out
  *   rope + write            a key turns on its way from the projection to the cache
- *   projection + add        a tile is added to x while it is in registers' reach, and has no array of its own
+ *   projection + add        a tile is added to x while it is in the L1 cache, and has no array of its own
  *   silu * up + quantize    see linear.c: two arrays of T x F floats are never written
  * Each value is computed by the same kernel as in the single operations, from the same inputs: only where it is
  * kept in between differs, and that changes no bit.
@@ -158,8 +158,8 @@ static void ask_for_slots(const step *s, int64_t layer) {
 
 /* ---- the stations of a layer ---- */
 
-/* From here on only the rows that need logits: if they are, in order, the last ones of their sequences. (Otherwise
- * all are computed, which costs time and changes nothing.) */
+/* From here on only the rows that need logits: if they are, in order, the last ones of their sequences, which
+ * is what attention takes a sequence's queries for. (Otherwise all are computed: it costs time and changes nothing.) */
 static void keep_wanted(step *s) {
     const ms_batch *b = s->batch;
     const int64_t D = s->model->hidden_size, q = s->model->heads * s->model->head_dim;

@@ -7,8 +7,8 @@
  *     caller    write the job, then the ticket -> take pieces until there are none -> wait until `done` = pieces
  *     worker    look at the ticket (spin, then sleep) -> read the job, swap the ticket, run the piece, count it done
  *
- * The caller waits only for pieces that were taken. A worker that sleeps, or that the system has not let run,
- * is not waited for: the others do its work. Between the jobs of one step the workers spin, so that handing a job
+ * The caller waits only for pieces that were taken. A worker that sleeps, or that the system has not let run
+ * before it took one, is not waited for: the others do its work. Between the jobs of one step the workers spin, so that handing a job
  * over takes about a microsecond (to wake a sleeping one takes 10 to 50, and starting threads for each job more);
  * after SPINS looks at the ticket they sleep, because a thread that spins takes the processor from others.
  *
@@ -43,7 +43,7 @@ struct ms_team {
     _Atomic(const void *) job;
     atomic_int_least64_t n, chunk;
     atomic_int threads; /* that may take pieces of it */
-    _Alignas(64) atomic_int sleeping; /* workers to wake */
+    _Alignas(64) atomic_int sleeping; /* not 0: somebody may sleep; at worst, one broadcast too many */
     atomic_flag busy;                 /* somebody's job is running */
     pthread_mutex_t lock;
     pthread_cond_t wake;

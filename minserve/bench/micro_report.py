@@ -18,7 +18,8 @@ EXPLANATION = (
     "us: the median of a call, 2 or 3 of which are Python's. MB, op/byte: what it must move at least, and its "
     "operations for each byte.\n"
     "limit: what binds, memory or arithmetic; reached: how much of it. Above 100 %: the data lay in a cache, which is "
-    "faster."
+    "faster, or something else slowed the machine while its limits were measured.\n"
+    "forward: the whole pass, on c as one call; the rows above it are its operations one after the other."
 )
 
 

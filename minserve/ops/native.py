@@ -45,7 +45,8 @@ class NativeBackend:
     isa: "plain", "avx2" or "avx512vnni" (None: the best that this processor has). Both change the
     speed and not one bit of a result. Quantized weights meet activations that are quantized to int8
     (`reference.quantize_activations`). Several Python threads may use one backend at a time. A forked
-    child computes with one thread, because a fork copies none but the one that calls it.
+    child computes with one thread, because a fork copies none but the one that calls it; so does a core that
+    was built without threads.
 
     Every operation raises ParameterError for an array of the wrong type, shape or layout, and
     KernelError for an index out of range. Raises BackendError if the core or the isa is not there.
@@ -67,9 +68,10 @@ class NativeBackend:
             raise ParameterError(f"threads must be a whole number from 1 to 1024, not {threads!r}")
         self.isa = isa or available[-1]
         self._core, self._lib = core, core.lib
-        in_forked_child = os.getpid() != core.process
-        self._team = _new_team(core, 1 if in_forked_child else threads)
-        self._exec = core.ffi.new("ms_exec *", (1 if in_forked_child else threads, ISAS.index(self.isa), self._team))
+        if os.getpid() != core.process or not core.lib.ms_has_threads():
+            threads = 1  # a forked child, or a core that was built without threads
+        self._team = _new_team(core, threads)
+        self._exec = core.ffi.new("ms_exec *", (threads, ISAS.index(self.isa), self._team))
         self._weights = WeightMemory()
         self._local = threading.local()  # a work space for each Python thread
         if hasattr(os, "register_at_fork"):
