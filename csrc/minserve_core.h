@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum ms_abi { MS_ABI_VERSION = 4 };
+enum ms_abi { MS_ABI_VERSION = 5 };
 
 enum ms_error {
     MS_OK = 0,
@@ -195,6 +195,10 @@ enum ms_row_status { MS_ROW_DONE = 0, MS_ROW_NOT_FINITE = 1, MS_ROW_NOTHING_LEFT
 int ms_sample_work(const ms_exec *exec, int64_t vocab, size_t *bytes);
 int ms_sample(const ms_exec *exec, int32_t *token_ids, int32_t *status, const float *logits, int64_t rows,
               int64_t vocab, const ms_sampling *settings, uint8_t *work, size_t work_bytes);
+/* out (R, V), status (R,): each token's chance to be the one that ms_sample chooses, 0 in a failed row, and
+ * ms_row_status; logits (R, V). settings is not NULL; work: as ms_sample_work says. */
+int ms_probabilities(const ms_exec *exec, double *out, int32_t *status, const float *logits, int64_t rows,
+                     int64_t vocab, const ms_sampling *settings, uint8_t *work, size_t work_bytes);
 /* out (R, V): natural-log probabilities of logits (R, V), which are finite or -infinity. */
 int ms_log_softmax(const ms_exec *exec, double *out, const float *logits, int64_t rows, int64_t vocab);
 

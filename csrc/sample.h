@@ -1,4 +1,4 @@
-/* What the files of sampling share: sample.c, sample_draw.c, sample_kernels.c, log_softmax.c. */
+/* What the files of sampling share: sample*.c, probabilities.c, log_softmax.c. */
 #ifndef MINSERVE_SAMPLE_H
 #define MINSERVE_SAMPLE_H
 
@@ -56,16 +56,37 @@ typedef struct {
     uint32_t *heap, *marks;   /* (P,) each */
 } ms_sample_space;
 
-/* How to draw from one row. */
+/* What ms_sample or ms_probabilities was given, after its checks. */
 typedef struct {
     const ms_sample_kernels *kernels;
-    int64_t vocab, chunks, top_k; /* top_k below 1: all */
-    double temperature, top_p;    /* above 0; in (0, 1] */
-    double lowest;                /* what a value, once divided by the temperature, has to reach */
-    double uniform;               /* the random number, in [0, 1) */
-} ms_sample_draw;
+    const ms_sampling *settings; /* NULL (of ms_sample alone): the largest logit of each row */
+    const float *logits;         /* (R, V) */
+    int64_t vocab, chunks;
+    uint8_t *work; /* NULL if there are no settings */
+} ms_sample_batch;
 
-/* The id of a token, by its chance. values (V,) and maxima, of which the largest is `top`, are changed. */
-int64_t ms_draw(const ms_sample_draw *how, const ms_sample_space *w, double top);
+/* ---- sample_batch.c ---- */
+int ms_sample_check(const ms_exec *exec, const float *logits, int64_t rows, int64_t vocab,
+                    const ms_sampling *settings, uint8_t *work, size_t work_bytes, ms_sample_batch *batch);
+ms_sample_space ms_sample_space_of(const ms_sample_batch *batch, int thread);
+
+/* ---- sample_values.c ---- */
+/* values and maxima of row r, whose settings are not NULL; *top: the largest. Returns an ms_row_status. */
+int ms_sample_values(const ms_sample_batch *batch, int64_t r, const ms_sample_space *w, double *top);
+
+/* ---- sample_candidates.c ---- */
+typedef struct {
+    int64_t items; /* token ids[i] weighs weights[i]; 0: nothing was gathered, and token i weighs weights[i] or, in a
+                    * chunk whose sum is 0, nothing (its weights need not have been written) */
+    double total;  /* of all weights; at least 1, which the most probable token weighs */
+} ms_candidates;
+
+/* What may be drawn from row r, whose temperature is above 0. values, and maxima, whose largest is `top`, are
+ * changed. */
+ms_candidates ms_sample_candidates(const ms_sample_batch *batch, int64_t r, const ms_sample_space *w, double top);
+
+/* ---- sample.c ---- */
+/* The token of row r. Returns an ms_row_status, and the token only where that is MS_ROW_DONE. */
+int ms_sample_row(const ms_sample_batch *batch, int64_t r, const ms_sample_space *w, int32_t *token_id);
 
 #endif

@@ -26,6 +26,7 @@ export LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-f
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=0:exitcode=99 UBSAN_OPTIONS=print_stacktrace=1
 export MINSERVE_REQUIRE_CORE=1 PYTHONDONTWRITEBYTECODE=1 PYTHONMALLOC=malloc
 "$python" -m pytest -q -s -p no:cacheprovider tests/test_native_linear.py tests/test_native_operations.py \
-    tests/test_native_attention.py tests/test_native_sampling.py tests/test_native_arguments.py \
-    tests/test_native_backend.py tests/test_native_team.py tests/test_native_forward.py tests/test_native_limits.py
+    tests/test_native_attention.py tests/test_native_sampling.py tests/test_native_probabilities.py \
+    tests/test_native_arguments.py tests/test_native_backend.py tests/test_native_team.py \
+    tests/test_native_forward.py tests/test_native_limits.py
 echo "sanitize: no reports"

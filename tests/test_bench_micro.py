@@ -120,7 +120,7 @@ def test_what_an_operation_must_move_and_compute(
 def test_every_operation_of_a_pass_has_a_cost() -> None:
     from minserve.ops.backend import OPERATIONS
 
-    assert set(OPERATIONS) - set(COSTS) == {"prepare", "log_softmax"}
+    assert set(OPERATIONS) - set(COSTS) == {"prepare", "probabilities", "log_softmax"}
 
 
 has_core = pytest.mark.skipif(native.why_unavailable() is not None, reason="no C core")

@@ -1,4 +1,5 @@
-"""csrc/sample.c against its definition in NumPy, and against itself: alone, in a batch, by more threads."""
+"""`sample` and `log_softmax` in C against their definitions in NumPy, and against themselves: alone, in a batch, by
+more threads. What a caller may get wrong is here for `probabilities` too: it takes what `sample` takes."""
 
 from __future__ import annotations
 
@@ -12,83 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minserve.engine.sampler import SampledToken, Sampler
-from minserve.engine.sampling_row import SamplingRow, settings_of
+from minserve.engine.sampling_row import settings_of
 from minserve.errors import KernelError, ParameterError
 from minserve.ops import reference
 from minserve.ops.native_core import Core, load
 from minserve.ops.sampling import RowStatus, SamplingSettings, candidates, uniform
 from tests.support.native_cases import BACKENDS
-from tests.support.sampling_cases import near_a_border, row_of, same_tokens
+from tests.support.sampling_cases import (
+    KINDS,
+    LARGE,
+    PARAMS,
+    SIZES,
+    a_row,
+    large_rows,
+    near_a_border,
+    row_of,
+    same_tokens,
+    some_logits,
+)
 
 C = BACKENDS[-1]
 ONE_EACH = [backend for backend in BACKENDS if backend.threads == 2]  # of each instruction set
-LARGE = 49152
-
-
-def keep_all(output_ids: list[int], logits: np.ndarray) -> np.ndarray:
-    """A logits processor. (Those who call the operation themselves only say by it that -infinity is allowed.)"""
-    return logits
-
-
-def some_logits(rng: np.random.Generator, kind: str, size: int) -> np.ndarray:
-    """float32 (V,) of one kind."""
-    x = rng.normal(size=size)
-    match kind:
-        case "flat":
-            x *= 1e-3
-        case "peaked":
-            x *= 12
-        case "ties":
-            x = np.round(x)
-        case "equal":
-            x[:] = 2.5
-        case "huge":
-            x = (x * 1e38).clip(-3e38, 3e38)
-        case "denormal":
-            x *= 1e-44
-        case "zeros":
-            x = rng.choice([0.0, -0.0], size)
-        case "outliers":
-            x = -300 + x * 1e-5
-            x[rng.integers(size)] = 0
-        case "masked":
-            x[rng.random(size) < 0.5] = -np.inf
-            x[rng.integers(size)] = 1
-        case "all masked":
-            x[:] = -np.inf
-        case "one NaN":
-            x[rng.integers(size)] = np.nan
-        case "one infinity":
-            x[rng.integers(size)] = np.inf
-    return x.astype(np.float32)
-
-
-KINDS = ["normal", "flat", "peaked", "ties", "equal", "huge", "denormal", "zeros", "outliers", "masked"]
-KINDS += ["all masked", "one NaN", "one infinity"]
-SIZES = [1, 2, 3, 7, 15, 16, 17, 63, 64, 65, 100, 128, 129, 500, 1023, 1024, 1025, 2047, 2999]
-
-
-PARAMS = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([1.0, 0.8, 0.3, 7.5, 1e6, 1e-6, 1e-300, 1e-310, 0]),
-        "top_k": st.sampled_from([0, 0, 0, 0, -1, 1, 2, 5, 31, 64, 500, 2**40]),
-        "top_p": st.one_of(st.just(1.0), st.sampled_from([1e-9, 0.1, 0.5, 0.9, 1 - 1e-12]), st.floats(1e-3, 1)),
-        "min_p": st.sampled_from([0.0, 0.0, 0.0, 1e-300, 0.01, 0.3, 1.0]),
-        "repetition_penalty": st.sampled_from([1.0, 1.0, 1e-300, 0.5, 1.3, 100.0]),
-        "presence_penalty": st.sampled_from([0.0, 0.0, -2.0, 0.5]),
-        "frequency_penalty": st.sampled_from([0.0, 0.0, -0.7, 2.0]),
-        "logits_processors": st.sampled_from([None, [keep_all]]),
-        "min_tokens": st.sampled_from([0, 0, 8]),
-    }
-)
-
-
-def a_row(rng: np.random.Generator, size: int, params: dict) -> SamplingRow:
-    """One answer with such parameters, over a vocabulary of that size; its tokens and biases are random."""
-    few = [rng.integers(0, size, rng.integers(0, 15)).tolist() for _ in range(4)]
-    bias = {token_id: float(rng.choice([-100, -1.5, 0.25, 100])) for token_id in few[3][:3]}
-    seed, index = int(rng.integers(0, 2**64, dtype=np.uint64)), int(rng.integers(5))
-    return row_of(few[0], few[1], row_seed=seed, index=index, end_ids=few[2][:3], logit_bias=bias, **params)
 
 
 @settings(max_examples=400)
@@ -108,33 +53,6 @@ def test_it_is_the_definition(size: int, drawn: list[tuple[str, dict]], seed: in
     expected = reference.sample(logits)
     for backend in ONE_EACH:
         np.testing.assert_array_equal(backend.sample(logits), expected)
-
-
-def large_rows() -> tuple[np.ndarray, list[SamplingRow]]:
-    """Many kinds of rows over a real vocabulary's size."""
-    rng = np.random.default_rng(11)
-    asked: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {},
-        {"top_p": 0.95},
-        {"top_p": 1e-9},
-        {"top_p": 1 - 1e-12},
-        {"top_k": 50},
-        {"top_k": 767, "top_p": 0.9},
-        {"top_k": 769},
-        {"top_k": 20_000, "top_p": 0.5},
-        {"min_p": 0.02},
-        {"temperature": 1e6, "top_p": 0.7},
-        {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1},
-        {"temperature": 0, "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.1},
-    ]
-    kinds = ["normal", "peaked", "ties", "outliers"]
-    rows, logits = [], []
-    for r, params in enumerate(asked * len(kinds)):
-        history = rng.integers(0, LARGE, 200).tolist()
-        rows.append(row_of(history[:50], history[50:] + history[:30], row_seed=r, **params))
-        logits.append(some_logits(rng, kinds[r // len(asked)], LARGE))
-    return np.stack(logits), rows
 
 
 def test_a_real_vocabulary() -> None:
@@ -302,58 +220,60 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-WRONG: list[tuple[type, str, Callable[[], object]]] = [
-    (ParameterError, "logits must be a NumPy array of 2", lambda: C.sample(LOGITS[0])),
-    (ParameterError, "logits must be float32, not float64", lambda: C.sample(LOGITS.astype(float))),
-    (ParameterError, "logits must be C-contiguous", lambda: C.sample(LOGITS.T)),
-    (ParameterError, "logits must be a NumPy array of 2", lambda: C.log_softmax(LOGITS[0])),
-    (ParameterError, "logits must be float32", lambda: C.log_softmax(LOGITS.astype(float))),
-    (ParameterError, r"temperature must have the shape \(3,\)", lambda: C.sample(np.zeros((3, 10), "f4"), GOOD)),
-    (ParameterError, "top_k must be int32", lambda: C.sample(LOGITS, changed(top_k=doubles(0, 0)))),
-    (ParameterError, "masked must be uint8", lambda: C.sample(LOGITS, changed(masked=np.zeros(2, bool)))),
-    (
-        ParameterError,
-        r"draw_keys must have the shape \(2, 3\)",
-        lambda: C.sample(LOGITS, changed(draw_keys=GOOD.draw_keys[:, :2].copy())),
-    ),
-    (ParameterError, r"biases must have the shape \(2,\)", lambda: C.sample(LOGITS, changed(biases=doubles(1)))),
-    (
-        ParameterError,
-        r"bias_starts must have the shape \(3,\)",
-        lambda: C.sample(LOGITS, changed(bias_starts=ints(0, 2))),
-    ),
-    (KernelError, "sample: a size", lambda: C.sample(np.zeros((2, 0), np.float32))),
-    (KernelError, "sample: a size", lambda: C.sample(LOGITS, changed(bias_starts=ints(0, 1, 3)))),
-    (KernelError, "sample: a size", lambda: C.sample(LOGITS, changed(bias_starts=ints(0, 3, 2)))),
-    (KernelError, "sample: a size", lambda: C.sample(LOGITS, changed(bias_starts=ints(1, 1, 2)))),
-    (KernelError, "sample: a size", lambda: C.sample(LOGITS, changed(ruled_out_starts=ints(0, -1, 2)))),
-    (KernelError, "sample: a size", lambda: C.sample(LOGITS, changed(num_prompt_tokens=ints(-1, 0)))),
-    (KernelError, "a token id is outside", lambda: C.sample(LOGITS, changed(bias_ids=ints(0, 10)))),
-    (KernelError, "a token id is outside", lambda: C.sample(LOGITS, changed(ruled_out_ids=ints(-1, 0)))),
-    (
-        KernelError,
-        "a token id is outside",
-        lambda: C.sample(LOGITS, changed(token_ids=ints(2**31 - 1), token_starts=ints(0, 0, 1))),
-    ),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(temperature=doubles(1, -0.1)))),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(temperature=doubles(1, np.nan)))),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(temperature=doubles(np.inf, 1)))),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(top_p=doubles(0, 1)))),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(top_p=doubles(1, 1.1)))),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(min_p=doubles(1, 1.5)))),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(repetition_penalty=doubles(1, 0)))),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(presence_penalty=doubles(1, np.inf)))),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(frequency_penalty=doubles(np.nan, 0)))),
-    (KernelError, "a temperature, top_p", lambda: C.sample(LOGITS, changed(biases=doubles(1, np.nan)))),
-    (KernelError, "log_softmax: a size", lambda: C.log_softmax(np.zeros((2, 0), np.float32))),
+WRONG_LOGITS: list[tuple[type, str, np.ndarray]] = [
+    (ParameterError, "logits must be a NumPy array of 2", LOGITS[0]),
+    (ParameterError, "logits must be float32, not float64", LOGITS.astype(float)),
+    (ParameterError, "logits must be C-contiguous", LOGITS.T),
+    (KernelError, "a size", np.zeros((2, 0), np.float32)),
+]
+WRONG_SETTINGS: list[tuple[type, str, SamplingSettings]] = [
+    (ParameterError, r"temperature must have the shape \(2,\)", changed(temperature=doubles(1, 1, 1))),
+    (ParameterError, "top_k must be int32", changed(top_k=doubles(0, 0))),
+    (ParameterError, "masked must be uint8", changed(masked=np.zeros(2, bool))),
+    (ParameterError, r"draw_keys must have the shape \(2, 3\)", changed(draw_keys=GOOD.draw_keys[:, :2].copy())),
+    (ParameterError, r"biases must have the shape \(2,\)", changed(biases=doubles(1))),
+    (ParameterError, r"bias_starts must have the shape \(3,\)", changed(bias_starts=ints(0, 2))),
+    (KernelError, "a size", changed(bias_starts=ints(0, 1, 3))),
+    (KernelError, "a size", changed(bias_starts=ints(0, 3, 2))),
+    (KernelError, "a size", changed(bias_starts=ints(1, 1, 2))),
+    (KernelError, "a size", changed(ruled_out_starts=ints(0, -1, 2))),
+    (KernelError, "a size", changed(num_prompt_tokens=ints(-1, 0))),
+    (KernelError, "a token id is outside", changed(bias_ids=ints(0, 10))),
+    (KernelError, "a token id is outside", changed(ruled_out_ids=ints(-1, 0))),
+    (KernelError, "a token id is outside", changed(token_ids=ints(2**31 - 1), token_starts=ints(0, 0, 1))),
+    (KernelError, "a temperature, top_p", changed(temperature=doubles(1, -0.1))),
+    (KernelError, "a temperature, top_p", changed(temperature=doubles(1, np.nan))),
+    (KernelError, "a temperature, top_p", changed(temperature=doubles(np.inf, 1))),
+    (KernelError, "a temperature, top_p", changed(top_p=doubles(0, 1))),
+    (KernelError, "a temperature, top_p", changed(top_p=doubles(1, 1.1))),
+    (KernelError, "a temperature, top_p", changed(min_p=doubles(1, 1.5))),
+    (KernelError, "a temperature, top_p", changed(repetition_penalty=doubles(1, 0))),
+    (KernelError, "a temperature, top_p", changed(presence_penalty=doubles(1, np.inf))),
+    (KernelError, "a temperature, top_p", changed(frequency_penalty=doubles(np.nan, 0))),
+    (KernelError, "a temperature, top_p", changed(biases=doubles(1, np.nan))),
 ]
 
 
-@pytest.mark.parametrize(("error", "message", "call"), WRONG, ids=[f"{i}: {row[1]}" for i, row in enumerate(WRONG)])
-def test_what_a_caller_may_get_wrong(error: type, message: str, call: Callable[[], object]) -> None:
-    assert not C.sample(LOGITS, GOOD)[1].any()
-    with pytest.raises(error, match=message):
-        call()
+def refuses(operation: Callable[..., object], error: type, message: str, *arguments: object) -> None:
+    """Assert that it raises just that; a KernelError says which operation it comes from."""
+    prefix = f"^{operation.__name__}: " if error is KernelError else ""  # type: ignore[attr-defined]
+    with pytest.raises(error, match=prefix + message):
+        operation(*arguments)
+
+
+@pytest.mark.parametrize(("error", "message", "logits"), WRONG_LOGITS)
+def test_wrong_logits(error: type, message: str, logits: np.ndarray) -> None:
+    refuses(C.sample, error, message, logits)
+    refuses(C.sample, error, message, logits, GOOD)
+    refuses(C.probabilities, error, message, logits, GOOD)
+    refuses(C.log_softmax, error, message, logits)
+
+
+@pytest.mark.parametrize(("error", "message", "wrong"), WRONG_SETTINGS)
+def test_wrong_settings(error: type, message: str, wrong: SamplingSettings) -> None:
+    for operation in (C.sample, C.probabilities):
+        assert not operation(LOGITS, GOOD)[1].any()
+        refuses(operation, error, message, LOGITS, wrong)
 
 
 class TestTheCoreItself:
@@ -362,6 +282,7 @@ class TestTheCoreItself:
     core = load()
     assert isinstance(core, Core)
     lib, ffi = core.lib, core.ffi
+    BOTH = ("ms_sample", "ms_probabilities")
     POINTERS: ClassVar = [name for name, field in ffi.typeof("ms_sampling").fields if field.type.kind == "pointer"]
 
     def settings(self, **changes: Any) -> Any:
@@ -375,12 +296,12 @@ class TestTheCoreItself:
         self.kept["top_p"][0] = self.kept["repetition_penalty"][0] = 1
         return ffi.new("ms_sampling *", {**self.kept, **changes})
 
-    def call(self, settings: Any, **changes: Any) -> int:
+    def call(self, settings: Any, operation: str = "ms_sample", **changes: Any) -> int:
         ffi = self.ffi
         work = ffi.new("uint8_t[4096]")
         arguments = {
             "exec": ffi.new("ms_exec *", (1, 0)),
-            "token_ids": ffi.new("int32_t[1]"),
+            "out": ffi.new("int32_t[1]" if operation == "ms_sample" else "double[8]"),
             "status": ffi.new("int32_t[1]"),
             "logits": ffi.new("float[8]"),
             "rows": 1,
@@ -389,17 +310,26 @@ class TestTheCoreItself:
             "work": work,
             "work_bytes": 4096,
         }
-        return self.lib.ms_sample(*{**arguments, **changes}.values())
+        return getattr(self.lib, operation)(*{**arguments, **changes}.values())
 
-    def test_null_pointers(self) -> None:
+    @pytest.mark.parametrize("operation", BOTH)
+    def test_null_pointers(self, operation: str) -> None:
         lib, null = self.lib, self.ffi.NULL
         assert len(self.POINTERS) == 17
-        assert self.call(self.settings()) == lib.MS_OK
-        assert self.call(null, work=null, work_bytes=0) == lib.MS_OK  # greedy: no settings, no work space
+        assert self.call(self.settings(), operation) == lib.MS_OK
         for name in self.POINTERS:
-            assert self.call(self.settings(**{name: null})) == lib.MS_NULL_POINTER, name
-        for name in ("exec", "token_ids", "status", "logits", "work"):
-            assert self.call(self.settings(), **{name: null}) == lib.MS_NULL_POINTER, name
+            assert self.call(self.settings(**{name: null}), operation) == lib.MS_NULL_POINTER, name
+        for name in ("exec", "out", "status", "logits", "work"):
+            assert self.call(self.settings(), operation, **{name: null}) == lib.MS_NULL_POINTER, name
+
+    def test_without_settings(self) -> None:
+        """Greedy, and no work space is needed; but there is no distribution without a temperature."""
+        none = {"settings": self.ffi.NULL, "work": self.ffi.NULL, "work_bytes": 0}
+        assert self.call(**none) == self.lib.MS_OK
+        assert self.call(**none, operation="ms_probabilities") == self.lib.MS_NULL_POINTER
+
+    def test_null_pointers_elsewhere(self) -> None:
+        lib, null = self.lib, self.ffi.NULL
         exec, n, f, d = (
             self.ffi.new("ms_exec *", (1, 0)),
             self.ffi.new("size_t *"),
@@ -419,19 +349,22 @@ class TestTheCoreItself:
     def test_sizes_that_overflow(self, huge: int) -> None:
         lib, exec = self.lib, self.ffi.new("ms_exec *", (1, 0))
         assert lib.ms_sample_work(exec, huge, self.ffi.new("size_t *")) == lib.MS_BAD_SIZE
-        assert self.call(self.settings(), vocab=huge) == lib.MS_BAD_SIZE
+        for operation in self.BOTH:
+            assert self.call(self.settings(), operation, vocab=huge) == lib.MS_BAD_SIZE
+            assert huge == 2**31 - 1 or self.call(self.settings(), operation, rows=huge) == lib.MS_BAD_SIZE
         if huge != 2**31 - 1:
             f, d = self.ffi.new("float[8]"), self.ffi.new("double[8]")
-            assert self.call(self.settings(), rows=huge) == lib.MS_BAD_SIZE
             assert lib.ms_log_softmax(exec, d, f, huge, 8) == lib.ms_log_softmax(exec, d, f, 8, huge) == lib.MS_BAD_SIZE
 
     def test_how_to_run_and_in_what_space(self) -> None:
         lib, n = self.lib, self.ffi.new("size_t *")
         for threads, isa, code in ((0, 0, lib.MS_BAD_THREADS), (1025, 0, lib.MS_BAD_THREADS), (1, 3, lib.MS_BAD_ISA)):
             exec = self.ffi.new("ms_exec *", (threads, isa))
-            assert self.call(self.settings(), exec=exec) == lib.ms_sample_work(exec, 8, n) == code
+            assert [self.call(self.settings(), operation, exec=exec) for operation in self.BOTH] == [code, code]
+            assert lib.ms_sample_work(exec, 8, n) == code
             assert lib.ms_log_softmax(exec, self.ffi.new("double[8]"), self.ffi.new("float[8]"), 1, 8) == code
         assert lib.ms_sample_work(self.ffi.new("ms_exec *", (1, 0)), 8, n) == lib.MS_OK
-        assert self.call(self.settings(), work_bytes=n[0] - 1) == lib.MS_WORK_TOO_SMALL
-        assert self.call(self.settings(), work_bytes=n[0]) == lib.MS_OK
-        assert self.call(self.settings(), rows=0) == lib.MS_OK
+        for operation in self.BOTH:
+            assert self.call(self.settings(), operation, work_bytes=n[0] - 1) == lib.MS_WORK_TOO_SMALL
+            assert self.call(self.settings(), operation, work_bytes=n[0]) == lib.MS_OK
+            assert self.call(self.settings(), operation, rows=0) == lib.MS_OK

@@ -16,7 +16,7 @@ from minserve.ops.dtypes import GroupedTensor, Tensor
 from minserve.ops.quantized_kv import KVLayer
 from minserve.ops.sampling import SamplingSettings
 
-# The operations, in the order in which a token meets them. reference.py defines each, and sampling.py the last two.
+# The operations, in the order in which a token meets them. reference.py defines each, and sampling.py the last three.
 OPERATIONS = (
     "prepare",
     "embedding",
@@ -28,6 +28,7 @@ OPERATIONS = (
     "silu_mul",
     "add",
     "sample",
+    "probabilities",
     "log_softmax",
 )
 
@@ -62,6 +63,7 @@ class Backend(Protocol):
     def sample(
         self, logits: np.ndarray, settings: SamplingSettings | None = None, /
     ) -> tuple[np.ndarray, np.ndarray]: ...
+    def probabilities(self, logits: np.ndarray, settings: SamplingSettings, /) -> tuple[np.ndarray, np.ndarray]: ...
     def log_softmax(self, logits: np.ndarray, /) -> np.ndarray: ...
 
 

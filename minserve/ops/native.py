@@ -251,6 +251,10 @@ class NativeBackend:
         """logits (R, V) -> token_ids int32 (R,), -1 where the row failed, and status int32 (R,), each a RowStatus."""
         return native_sampling.sample(self._core, self._exec, self._work, logits, settings)
 
+    def probabilities(self, logits: np.ndarray, settings: SamplingSettings) -> tuple[np.ndarray, np.ndarray]:
+        """logits (R, V) -> probabilities float64 (R, V), 0 where the row failed, and status int32 (R,)."""
+        return native_sampling.probabilities(self._core, self._exec, self._work, logits, settings)
+
     def log_softmax(self, logits: np.ndarray) -> np.ndarray:
         """logits (R, V) -> float64 (R, V)."""
         return native_sampling.log_softmax(self._core, self._exec, logits)

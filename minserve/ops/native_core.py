@@ -11,7 +11,7 @@ import numpy as np
 
 from minserve.errors import KernelError, ParameterError
 
-ABI_VERSION = 4  # of csrc/minserve_core.h: a core built from another version is not used
+ABI_VERSION = 5  # of csrc/minserve_core.h: a core built from another version is not used
 ISAS = ("plain", "avx2", "avx512vnni")  # ms_exec.isa
 FLOAT32, FLOAT16, INT32, UINT8 = np.dtype("f4"), np.dtype("f2"), np.dtype("i4"), np.dtype("u1")
 FLOAT64, INT8, UINT64 = np.dtype("f8"), np.dtype("i1"), np.dtype("u8")

@@ -17,7 +17,7 @@ import numpy as np
 from minserve.errors import ParameterError
 from minserve.ops.dtypes import BF16, F16, F32, Q4_0, Q4_1, Q8_0, GroupedTensor, Tensor
 from minserve.ops.quantized_kv import KVLayer
-from minserve.ops.sampling import log_softmax, sample  # noqa: F401  operations too, defined in a file of their own
+from minserve.ops.sampling import log_softmax, probabilities, sample  # noqa: F401  defined in a file of their own
 
 name = "numpy"
 kv_cache_dtype = "float32"  # what keys and values are stored as unless the user chooses

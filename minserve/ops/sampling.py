@@ -55,15 +55,16 @@ class SamplingSettings:
     masked: np.ndarray  # uint8 (R,); 1: a logit of -infinity is not a fault, that token must not come either
 
 
-def uniform(seed: int, index: int, position: int) -> float:
+def uniform(seed: int, index: int, position: int, stream: int = 0) -> float:
     """The random number in [0, 1) that belongs to one position of one answer.
 
     A generator (Philox4x64-10, Salmon et al. 2011) keyed by (seed, position) and nothing else, so that what
     runs beside a request, and how often a token is computed again, cannot change its draw. `index` tells the
-    n answers of a request apart.
+    n answers of a request apart, and `stream` the numbers that one position needs: 0 draws a token, and
+    speculative sampling has others for its own decisions.
     """
     key = np.array([seed & (2**64 - 1), position], dtype=np.uint64)
-    bits = np.random.Philox(key=key, counter=np.array([0, 0, 0, index], dtype=np.uint64))
+    bits = np.random.Philox(key=key, counter=np.array([0, 0, stream, index], dtype=np.uint64))
     return float(np.random.Generator(bits).random())
 
 
@@ -87,18 +88,44 @@ def sample(logits: np.ndarray, settings: SamplingSettings | None = None) -> tupl
     token_ids = np.full(len(logits), -1, np.int32)
     status = np.zeros(len(logits), np.int32)
     for r, row in enumerate(logits):
-        # Before any arg-max: np.argmax takes the first NaN for the largest value.
-        if not (all_finite(row) or (settings is not None and settings.masked[r] and row.max() < np.inf)):
-            status[r] = RowStatus.NOT_FINITE
+        status[r], values = _usable(row, settings, r)
+        if status[r] != RowStatus.DONE:
             continue
-        values = row if settings is None else adjusted(row, settings, r)  # (V,)
-        if np.isneginf(values.max()):
-            status[r] = RowStatus.NOTHING_LEFT
-        elif settings is None or settings.temperature[r] == 0:
+        if settings is None or settings.temperature[r] == 0:
             token_ids[r] = np.argmax(values)
         else:
             token_ids[r] = draw(values, settings, r)
     return token_ids, status
+
+
+def probabilities(logits: np.ndarray, settings: SamplingSettings) -> tuple[np.ndarray, np.ndarray]:
+    """The distributions that `sample` draws from: of each row, every token's chance to be the one.
+
+    logits float32 (R, V). At temperature 0 it is 1 for the most probable token and 0 for the others.
+    Returns probabilities float64 (R, V), a failed row's all 0, and status int32 (R,), each a RowStatus.
+    """
+    out = np.zeros(logits.shape, np.float64)  # (R, V)
+    status = np.zeros(len(logits), np.int32)
+    for r, row in enumerate(logits):
+        status[r], values = _usable(row, settings, r)
+        if status[r] != RowStatus.DONE:
+            continue
+        if settings.temperature[r] == 0:
+            out[r, np.argmax(values)] = 1.0
+        else:
+            s = settings
+            ids, weights = candidates(values, s.temperature[r], s.top_k[r], s.top_p[r], s.min_p[r])  # (C,) each
+            out[r, ids] = weights / weights.sum()
+    return out, status
+
+
+def _usable(row: np.ndarray, settings: SamplingSettings | None, r: int) -> tuple[RowStatus, np.ndarray]:
+    """How it stands with a row of logits float32 (V,), and its values (V,) after bias and penalties."""
+    # Before any arg-max: np.argmax takes the first NaN for the largest value.
+    if not (all_finite(row) or (settings is not None and settings.masked[r] and row.max() < np.inf)):
+        return RowStatus.NOT_FINITE, row
+    values = row if settings is None else adjusted(row, settings, r)  # (V,)
+    return (RowStatus.NOTHING_LEFT if np.isneginf(values.max()) else RowStatus.DONE), values
 
 
 def adjusted(logits: np.ndarray, settings: SamplingSettings, r: int) -> np.ndarray:

@@ -1,11 +1,11 @@
-/* Draws a token by its chance, under temperature, min_p, top_k and top_p.
+/* Which tokens may be drawn, and what each weighs, under temperature, min_p, top_k and top_p.
  *
  *   values (V,), maxima: the largest of each chunk of 64 values           says which chunks are worth a look
  *     -> in those chunks values = (values - top) / temperature, weights = e^values
  *     -> items: values, weights and ids at or above a cutoff, side by side  a few hundred of 49,152, as a rule
  *     -> top_k, then top_p: each finds the last item that is in; what is worse than it goes
- *     -> the first item at which the weights so far exceed  uniform * all weights
  *
+ * Where neither top_k nor top_p is asked for nothing is gathered: each weight stays at its token's place.
  * Items are always in the order of their ids, so every sum has an order that depends on the row alone.
  */
 #include "sample.h"
@@ -99,26 +99,14 @@ static double total_of(const double *weights, int64_t n) {
     return total;
 }
 
-/* ---- the draw ---- */
+/* ---- the steps ---- */
 
-/* The first of n >= 1 weights with which the sum exceeds the target, else the last that is not 0. *before: the sum of
- * what lies before it. */
-static int64_t reach(const double *weights, int64_t n, double target, double *before) {
-    double sum = *before;
-    int64_t found = 0;
-    for (int64_t i = 0; i < n; i++) {
-        if (weights[i] == 0) continue;
-        found = i, *before = sum;
-        if ((sum += weights[i]) > target) break;
-    }
-    return found;
-}
-
-int64_t ms_draw(const ms_sample_draw *how, const ms_sample_space *w, double top) {
-    const double temperature = how->temperature, lowest = how->lowest;
-    const int64_t chunks = how->chunks, top_k = how->top_k;
-    const int few = 0 < top_k && top_k < how->vocab;
-    double cutoff = lowest, total, before = 0;
+ms_candidates ms_sample_candidates(const ms_sample_batch *b, int64_t r, const ms_sample_space *w, double top) {
+    const double temperature = b->settings->temperature[r], top_p = b->settings->top_p[r];
+    const double lowest = b->settings->lowest[r];
+    const int64_t chunks = b->chunks, top_k = b->settings->top_k[r];
+    const int few = 0 < top_k && top_k < b->vocab;
+    double cutoff = lowest, total;
     int64_t n;
     for (int64_t c = 0; c < chunks; c++) w->maxima[c] = (w->maxima[c] - top) / temperature;
     if (few && top_k <= chunks) { /* the top_k-th largest maximum: so many values, each of another chunk, reach it */
@@ -127,7 +115,7 @@ int64_t ms_draw(const ms_sample_draw *how, const ms_sample_space *w, double top)
     }
     for (int64_t c = 0; c < chunks; c++) {
         double *values = w->values + c * MS_CHUNK, *weights = w->weights + c * MS_CHUNK;
-        w->sums[c] = w->maxima[c] >= cutoff ? how->kernels->weigh(values, weights, top, temperature, lowest) : 0;
+        w->sums[c] = w->maxima[c] >= cutoff ? b->kernels->weigh(values, weights, top, temperature, lowest) : 0;
     }
     if (few) {
         n = gather(w, chunks, cutoff);
@@ -135,18 +123,15 @@ int64_t ms_draw(const ms_sample_draw *how, const ms_sample_space *w, double top)
         total = total_of(w->weights, n);
     } else {
         total = total_of(w->sums, chunks);
-        if (how->top_p >= 1.0) { /* from all: first the chunk, then the token in it */
-            int64_t first = MS_CHUNK * reach(w->sums, chunks, how->uniform * total, &before);
-            return first + reach(w->weights + first, MS_CHUNK, how->uniform * total, &before);
-        }
+        if (top_p >= 1.0) return (ms_candidates){0, total};
         /* What weighs less than its share of (1 - top_p) * total does not come to that even if it is all tokens, so
          * the others reach top_p before it; -1 is more than the roundings. */
-        cutoff = log((1.0 - how->top_p) * total / (double)how->vocab) - 1.0;
+        cutoff = log((1.0 - top_p) * total / (double)b->vocab) - 1.0;
         n = gather(w, chunks, cutoff > lowest ? cutoff : lowest);
     }
-    if (how->top_p < 1.0) {
-        n = keep(w, n, last_inside(w->values, w->weights, n, how->top_p * total, w->heap));
+    if (top_p < 1.0) {
+        n = keep(w, n, last_inside(w->values, w->weights, n, top_p * total, w->heap));
         total = total_of(w->weights, n);
     }
-    return w->ids[reach(w->weights, n, how->uniform * total, &before)];
+    return (ms_candidates){n, total};
 }
