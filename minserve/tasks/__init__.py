@@ -1,0 +1,1 @@
+"""Short tasks whose answer a program can verify, in graded difficulty."""
