@@ -26,7 +26,8 @@ Examples:
   minserve doctor                             is everything in order?
 
 `minserve COMMAND --help` shows a command's options and examples.
-Environment: MINSERVE_CACHE (folder of fetched models), MINSERVE_DEBUG=1 (tracebacks), NO_COLOR.
+Environment: MINSERVE_CACHE (folder of fetched models), MINSERVE_OFFLINE=1 (fetch nothing),
+MINSERVE_DEBUG=1 (tracebacks), NO_COLOR.
 """
 
 

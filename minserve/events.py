@@ -1,4 +1,4 @@
-"""What happened: one small frozen dataclass a kind, one stream, and its JSON lines.
+"""What happened: one small frozen dataclass a kind, and one stream. (event_log.py writes it as JSON lines.)
 
 Metrics, timelines, the pictures and the tests all read this stream. Where nobody listens to a kind, no event
 of it is made: the engine asks `events.wants(Token)` once a step and skips the rest.
@@ -6,15 +6,12 @@ of it is made: the engine asks `events.wants(Token)` once a step and skips the r
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
-from minserve.errors import ParameterError, did_you_mean, shown
+from minserve.errors import ParameterError, shown
 
 # kind -> class; filled as the classes below (and those of later stations) are defined
 KINDS: dict[str, type[Event]] = {}
@@ -130,6 +127,42 @@ class Preempted(Event, kind="preempted"):
 
 
 @dataclass(frozen=True)
+class Drafted(Event, kind="drafted"):
+    """These tokens were guessed to come next in an answer, and are verified in this step."""
+
+    request_id: str
+    index: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Accepted(Event, kind="accepted"):
+    """Of an answer's `drafted` guesses in this step the target model accepted the first `tokens`, one at least."""
+
+    request_id: str
+    index: int
+    tokens: int
+    drafted: int
+
+
+@dataclass(frozen=True)
+class RejectedDraft(Event, kind="rejected_draft"):
+    """The target model did not accept the guess at `position` (0: the first); those behind it were not looked at."""
+
+    request_id: str
+    index: int
+    position: int
+    token_id: int
+
+
+@dataclass(frozen=True)
+class SpeculationStopped(Event, kind="speculation_stopped"):
+    """Whoever guesses has failed; from here on the engine goes without guesses, and every request goes on."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Token(Event, kind="token"):
     """An answer got a token. logprob: the model's natural-log probability, if the request asked for it."""
 
@@ -166,7 +199,8 @@ class StepFinished(Event, kind="step_finished"):
     sequences: in the batch; prefill_tokens + decode_tokens: computed in it; preempted: sequences that lost
     their blocks in it. kv_tokens: token states that the used blocks hold (shared ones counted once a block).
     step_used_blocks, step_kv_tokens: the same two while the step ran, before it gave back any block, its own tokens
-    counted as held.
+    counted as held. draft_tokens: guesses verified in it, beside the two counts above; accepted_tokens of them were
+    right. draft_seconds: spent on guessing, before schedule_seconds begin.
     """
 
     sequences: int
@@ -184,6 +218,9 @@ class StepFinished(Event, kind="step_finished"):
     schedule_seconds: float
     forward_seconds: float
     sample_seconds: float
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_seconds: float = 0.0
 
 
 Listener = Callable[[Any], None]
@@ -244,58 +281,3 @@ class EventStream:
             event = kind(self.clock(), self.step, *fields)
             for listener in tuple(listeners):
                 listener(event)
-
-
-def to_json(event: Event) -> str:
-    """The event as one line of JSON, without the line's end."""
-    return json.dumps({"kind": event.kind, **dataclasses.asdict(event)}, separators=(",", ":"))
-
-
-def from_json(line: str | bytes) -> Event:
-    """The event that a line of JSON describes. Raises ParameterError if it describes none."""
-    try:
-        fields = json.loads(line)
-        kind = fields.pop("kind")
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
-        raise ParameterError(f"not an event: {line.strip()[:100]!r}") from error
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ParameterError(f"there is no event kind {kind!r}{did_you_mean(str(kind), KINDS)}")
-    make: Any = KINDS[kind]
-    try:
-        event: Event = make(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
-    except TypeError as error:
-        raise ParameterError(f"event {kind!r}: {error}") from error
-    return event
-
-
-class EventWriter:
-    """A listener that writes each event as one JSON line; a context manager that closes the file it opened."""
-
-    def __init__(self, to: str | Path | TextIO) -> None:
-        self._own = isinstance(to, (str, Path))
-        self._file = Path(to).open("w", encoding="utf-8") if isinstance(to, (str, Path)) else to  # noqa: SIM115
-
-    def __call__(self, event: Event) -> None:
-        """Write one event."""
-        self._file.write(to_json(event) + "\n")
-
-    def close(self) -> None:
-        """Write out what is buffered; close the file if this writer opened it."""
-        self._file.close() if self._own else self._file.flush()
-
-    def __enter__(self) -> EventWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def read_events(path: str | Path) -> Iterator[Event]:
-    """The events of a file of JSON lines, one after another. Raises ParameterError with the line's number, OSError."""
-    with Path(path).open("rb") as file:  # a line that is not UTF-8 is then an error of that line
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield from_json(line)
-                except ParameterError as error:
-                    raise ParameterError(f"{path}, line {number}: {error}") from None

@@ -31,6 +31,8 @@ class LLM(ServedModel):
     kv_cache_dtype: "float32", "float16", "int8" or "auto" (the backend's choice: float32 in NumPy, float16 in C).
     max_num_seqs, max_num_batched_tokens, enable_prefix_caching, enable_chunked_prefill, scheduling_policy: see
         minserve.engine.engine_config.EngineConfig.
+    speculative_config: a dict of the options of minserve.engine.speculative.config.SpeculativeConfig, such as
+        {"method": "ngram"} or {"model": "tiny-draft", "num_speculative_tokens": 4}; None: no speculation.
     progress: called as (stage, done, total) while a model is fetched and loaded.
 
     Several threads may use one LLM. Ctrl-C ends the requests of the call that it comes in.

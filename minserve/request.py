@@ -180,6 +180,8 @@ class RequestMetrics:
     num_decode_tokens: int = 0  # tokens that decode_seconds covers
     num_kv_blocks: int = 0  # the most that one of its answers held at once
     num_preemptions: int = 0
+    num_draft_tokens: int = 0  # guesses that were verified
+    num_accepted_tokens: int = 0  # of them, those that became tokens of an answer
 
     def add_token(self, now: float) -> None:
         """One more token of an answer is there."""

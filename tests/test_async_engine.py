@@ -185,7 +185,7 @@ def test_a_forked_child_is_told_that_its_engine_has_no_thread() -> None:
 def test_when_the_engine_itself_fails_nobody_waits_for_ever() -> None:
     eng = engine(saying("hello"))
 
-    def broken() -> None:
+    def broken(*_: object) -> None:
         raise RuntimeError("a bug in the scheduler")
 
     async def test(async_engine: AsyncLLMEngine) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from minserve.cli import main
 from minserve.engine.llm_engine import LLMEngine
-from minserve.events import Finished, read_events
+from minserve.event_log import read_events
+from minserve.events import Finished
 from minserve.request import RequestOutput
 
 from .support.command_line import NAN_BACKEND, Terminal

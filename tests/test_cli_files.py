@@ -12,7 +12,8 @@ import pytest
 from minserve.bench import plot
 from minserve.cli import main
 from minserve.commands.whole_file import whole_file
-from minserve.events import Finished, read_events
+from minserve.event_log import read_events
+from minserve.events import Finished
 
 LOAD = ["simulate", "-n", "8", "-q", "--input-len", "8", "--output-len", "4"]
 

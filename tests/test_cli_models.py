@@ -12,7 +12,7 @@ import pytest
 from minserve.cli import main
 from minserve.errors import DownloadError
 from minserve.model import catalog, download
-from minserve.model.catalog import KnownModel
+from minserve.model.known_model import FetchedModel
 
 from .support.tiny_llama import TinyLlama, tiny_llama
 
@@ -26,7 +26,7 @@ def tiny() -> TinyLlama:
 def known(tiny: TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A catalog of one tiny model and an empty cache; the file that pull would fetch."""
     source = tiny.write_gguf(tmp_path / "source.gguf", "Q8_0")
-    model = KnownModel(
+    model = FetchedModel(
         name="tiny",
         description="random weights",
         licence="Apache-2.0",
@@ -46,7 +46,7 @@ def known(tiny: TinyLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 def test_the_list_says_what_is_here(known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models"]) == 0
     header, row, _, cache, *_ = capsys.readouterr().out.splitlines()
-    assert header.split() == ["name", "size", "cached", "licence", "description"]
+    assert header.split() == ["name", "size", "here", "licence", "description"]
     assert row.split()[0] == "tiny"
     assert row.split()[3] == "no"
     assert cache == f"Cache: {tmp_path / 'cache'}"
@@ -57,6 +57,8 @@ def test_the_list_says_what_is_here(known: Path, tmp_path: Path, capsys: pytest.
     (model,) = document["models"]
     assert model["cached"] == str(tmp_path / "cache" / "tiny.Q8_0.gguf")
     assert model["licence"] == "Apache-2.0"
+    assert model["built_in"] is False
+    assert model["download_bytes"] == 1000
 
 
 def test_pull_shows_the_checksum(known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from minserve.cli import main
-from minserve.events import Finished, read_events
+from minserve.event_log import read_events
+from minserve.events import Finished
 from minserve.simulate.cost_model import CostModel
 from minserve.simulate.simulated_runner import SimulatedRunner
 

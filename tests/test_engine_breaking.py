@@ -13,8 +13,14 @@ import pytest
 
 from minserve.engine.async_llm_engine import AsyncLLMEngine
 from minserve.engine.llm_engine import LLMEngine
+from minserve.engine.sampler import Sampler
+from minserve.engine.speculative.fixed_proposer import FixedProposer
+from minserve.engine.speculative.speculation import Speculation
+from minserve.engine.speculative.verifier import Verifier
 from minserve.errors import MinserveError, ParameterError
-from minserve.events import KINDS, BlockEvicted, Preempted, StepFinished, Token, from_json, read_events
+from minserve.event_log import from_json, read_events
+from minserve.events import KINDS, BlockEvicted, Preempted, SpeculationStopped, StepFinished, Token
+from minserve.ops import reference
 
 from .support.scripted_model import check_blocks, engine, request, run_to_the_end, saying, serve
 
@@ -24,11 +30,15 @@ INSIDE: dict[str, Callable[[LLMEngine], object]] = {
 }
 
 
+NOT_HERE = (BlockEvicted, Preempted, SpeculationStopped)
+
+
 @pytest.mark.parametrize("call", INSIDE)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind not in (BlockEvicted, Preempted)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind not in NOT_HERE])
 def test_a_listener_cannot_step_or_add_inside_a_step(kind: type, call: str) -> None:
     """The inner call took the outer one for an interrupted one and cleared the blocks under it: "hhllo" for "hello"."""
-    eng = engine(saying("hello"))
+    guesses = Speculation(FixedProposer(b"heXlo"), Verifier(Sampler(reference)), 2, adaptive=False)  # right and wrong
+    eng = engine(saying("hello"), num_speculative_tokens=2, speculation=guesses)
     refused: list[MinserveError] = []
 
     def listen(event: Any) -> None:

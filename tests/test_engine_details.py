@@ -21,17 +21,16 @@ from minserve.engine.llm_engine import LLMEngine
 from minserve.engine.scheduled_batch import ScheduledBatch
 from minserve.engine.scheduler import Scheduler
 from minserve.errors import ParameterError
+from minserve.event_log import EventWriter, read_events
 from minserve.events import (
     BlockAllocated,
     Event,
     EventStream,
-    EventWriter,
     Finished,
     Preempted,
     Scheduled,
     StepFinished,
     Token,
-    read_events,
 )
 from minserve.kv.block_manager import BlockManager
 from minserve.request import Request, RequestOutput, Sequence, SequenceStatus

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from minserve.engine.engine_config import EngineConfig
 from minserve.engine.llm_engine import LLMEngine
 from minserve.errors import ParameterError
+from minserve.event_log import EventWriter, from_json, read_events, to_json
 from minserve.events import (
     KINDS,
     Arrived,
@@ -26,16 +27,12 @@ from minserve.events import (
     CacheHit,
     CacheMiss,
     Event,
-    EventWriter,
     Finished,
     Preempted,
     Scheduled,
     StepFinished,
     StepStarted,
     Token,
-    from_json,
-    read_events,
-    to_json,
 )
 from minserve.request import RequestOutput, Sequence
 

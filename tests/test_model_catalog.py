@@ -97,7 +97,9 @@ def test_paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [
         ("smolm2", "'smolm2' is neither a known model nor a file or folder (did you mean smollm2?)"),
         ("SmolLM2", "did you mean smollm2?"),
-        ("gpt9", "known models: smollm2. The path of a GGUF file or of a Hugging Face folder works too"),
+        ("gpt9", "tiny-draft-int8. The path of a GGUF file or of a Hugging Face folder works too"),
+        ("Tiny-Draft", "did you mean tiny-draft?"),
+        ("tiny-in8", "did you mean tiny-int8?"),
         ("no/such/file.gguf", "'no/such/file.gguf' is neither a known model nor a file or folder; known"),
         ("", "'' is neither a known model"),
         ("a\0b", "is neither a known model"),
@@ -112,7 +114,7 @@ def test_unknown_names(name: str, message: str) -> None:
 
 
 def test_known_refuses_other_names() -> None:
-    with pytest.raises(ModelNotFoundError, match=r"no model is called 'mistral'; known models: smollm2"):
+    with pytest.raises(ModelNotFoundError, match=r"no model is called 'mistral'; known models: smollm2, tiny"):
         catalog.known("mistral")
     with pytest.raises(ModelNotFoundError, match="did you mean smollm2"):
         catalog.cached("smollm-2")

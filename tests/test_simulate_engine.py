@@ -21,7 +21,8 @@ from minserve.engine.engine_config import EngineConfig
 from minserve.engine.llm_engine import LLMEngine
 from minserve.engine.scheduled_batch import ScheduledSequence
 from minserve.errors import ParameterError
-from minserve.events import KINDS, Event, Finished, Token, to_json
+from minserve.event_log import to_json
+from minserve.events import KINDS, Event, Finished, Token
 from minserve.simulate.cost_model import CostModel, default_cost_model
 from minserve.simulate.simulated_engine import simulated_config, simulated_engine
 from minserve.simulate.simulated_runner import SimulatedRunner

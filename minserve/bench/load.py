@@ -10,6 +10,7 @@ from minserve.bench.digest import Digest
 from minserve.bench.engine_figures import EngineFigures
 from minserve.bench.load_result import LoadResult
 from minserve.bench.slo import Slo
+from minserve.bench.speculation_figures import SpeculationFigures
 from minserve.bench.workload import TimedRequest
 from minserve.errors import MinserveError, in_words
 from minserve.request import FinishReason, RequestOutput
@@ -139,8 +140,11 @@ def run_load(
     """
     clock, step = engine.clock, engine.step
     start = now = clock()
-    figures, detach = EngineFigures.attach(engine, start)
-    result = LoadResult(figures, slo)
+    figures, stop = EngineFigures.attach(engine, start)
+    result, detach = LoadResult(figures, slo), [stop]
+    if engine.speculation is not None:
+        result.speculation, stop = SpeculationFigures.attach(engine)
+        detach.append(stop)
     client = _Client(result)
     limit = math.inf if max_concurrency is None else max_concurrency
     coming = iter(requests)
@@ -171,7 +175,8 @@ def run_load(
     except KeyboardInterrupt:
         result.interrupted = True
     finally:
-        detach()
+        for stop in detach:
+            stop()
         client.fold()
         result.duration = now - start
     return result

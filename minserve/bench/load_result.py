@@ -8,6 +8,7 @@ from typing import Any
 from minserve.bench.digest import Digest
 from minserve.bench.engine_figures import EngineFigures
 from minserve.bench.slo import Slo
+from minserve.bench.speculation_figures import SpeculationFigures
 
 
 @dataclass
@@ -19,10 +20,12 @@ class LoadResult:
     more than one token. Only requests that completed are in e2e and tpot.
     duration: from the start of the load to the end of its last step. engine: the figures of the engine's steps.
     num_good: completed requests that met every SLO. error: the first failure's message.
+    speculation: what guesses brought; None for an engine that makes none.
     """
 
     engine: EngineFigures
     slo: Slo | None = None
+    speculation: SpeculationFigures | None = None
     num_requests: int = 0  # that were sent
     num_completed: int = 0
     num_failed: int = 0
@@ -111,4 +114,5 @@ class LoadResult:
             "schedule_seconds": engine.schedule_seconds,
             "forward_seconds": engine.forward_seconds,
             "sample_seconds": engine.sample_seconds,
+            "speculation": None if self.speculation is None else self.speculation.document(),
         }

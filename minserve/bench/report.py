@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minserve.bench.load_result import LoadResult
+    from minserve.bench.speculation_figures import SpeculationFigures
 
 LATENCY_COLUMNS = ("latency", "mean", "p50", "p95", "p99", "max")
 _LATENCIES = ("ttft", "itl", "tpot", "e2e")
@@ -65,6 +66,24 @@ def number_text(number: float | None) -> str:
     if number is None:
         return "-"
     return f"{number:,.0f}" if number >= 1000 else f"{number:.2f}" if number < 10 else f"{number:.1f}"
+
+
+def speculation_text(figures: SpeculationFigures) -> str:
+    """What the guesses brought and took, in one line: how many were right, tokens a draft, seconds."""
+    sums = figures.decodes
+    if not figures.num_drafts:
+        return f"no guesses in {counted(sums.decodes, 'decode')}"
+    parts = [
+        f"{figures.num_right:,} of {figures.num_examined:,} guesses right (alpha {_two_digits(figures.alpha)})",
+        f"{sums.drafts:,} of {counted(sums.decodes, 'decode')} had some, {_two_digits(figures.tokens_a_draft)} tokens "
+        f"each (predicted {_two_digits(figures.predicted_tokens_a_draft)})",
+        f"draft {duration_text(figures.draft_seconds)}, verify {duration_text(figures.verify_seconds)}",
+    ]
+    return " | ".join(parts)
+
+
+def _two_digits(number: float | None) -> str:
+    return "-" if number is None else f"{number:.2f}"
 
 
 def latency_rows(result: LoadResult) -> list[tuple[str, ...]]:
@@ -129,6 +148,8 @@ def figure_rows(result: LoadResult) -> list[tuple[str, str]]:
             else f"{engine.prefix_hit_rate:.1%} of {engine.cache_queries:,} prompt tokens found at first admission",
         ),
     ]
+    if result.speculation is not None:
+        rows.append(("speculation", speculation_text(result.speculation)))
     return rows
 
 

@@ -163,7 +163,7 @@ def cut_because(output: RequestOutput, max_tokens: int | None) -> str | None:
 def metrics_document(metrics: RequestMetrics) -> dict[str, Any]:
     """The figures of one request for --json, under the names of RequestMetrics; times in seconds."""
     names = ["num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_kv_blocks", "num_preemptions"]
-    names += ["ttft", "prefill_seconds"]
+    names += ["num_draft_tokens", "num_accepted_tokens", "ttft", "prefill_seconds"]
     names += ["prefill_tokens_per_second", "decode_seconds", "decode_tokens_per_second"]
     return {name: getattr(metrics, name) for name in names}
 

@@ -25,6 +25,15 @@ class Parser(argparse.ArgumentParser):
         if "\n" not in description:  # text that has lines of its own is kept as it is
             options["description"] = textwrap.fill(description, 80)
         super().__init__(allow_abbrev=False, **options)
+        self.stand_ins: dict[str, str] = {}  # option -> the command that it stands for
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's. Where no command comes first, an option may stand for one: `eval --tasks` is `eval tasks`."""
+        if args is not None and args and args[0].startswith("-"):
+            for option, command in self.stand_ins.items():
+                if option in args:
+                    args = [command, *(arg for arg in args if arg != option)]
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise ParameterError: what is wrong, what may have been meant, where the help is."""
@@ -98,9 +107,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         "-m",
-        default="smollm2",
         metavar="NAME|PATH",
-        help="a name from `minserve models`, a GGUF file, or a Hugging Face folder (default: %(default)s)",
+        help="a name from `minserve models`, a GGUF file, or a Hugging Face folder (default: smollm2; where it is not "
+        "here and cannot be fetched, the built-in tiny, with a warning)",
     )
     group.add_argument(
         "--backend",

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from minserve.commands.arguments import add_model_options
 from minserve.commands.bench_peers import PEERS_OPTIONS, add_peers_options, run_peers
+from minserve.commands.bench_speculative import SPECULATIVE_OPTIONS, add_speculative_options, run_speculative
 from minserve.commands.calibration import add_calibration_options, run_calibration
 from minserve.commands.common import blame, load_llm
+from minserve.commands.draft_arguments import DRAFT_OPTIONS
 from minserve.commands.engine_arguments import add_engine_options
 from minserve.commands.micro_arguments import add_micro_options
-from minserve.commands.run_arguments import add_run_options
+from minserve.commands.run_arguments import NO_DRAFT, add_run_options
 from minserve.commands.workload_arguments import add_workload_options, check_fits, note_unused, workload
 from minserve.errors import ParameterError
 
@@ -35,6 +37,9 @@ Examples:
   minserve bench --micro --tokens 1,8,32,128 --threads 1      for other numbers of tokens in a step
   minserve bench --predict                                    how far a simulation of the load is from it
   minserve bench --peers llama.cpp,openvino                   minserve beside other engines on the same file
+  minserve bench --speculative --model tiny                   what drafts bring, beside the formula, over the batch size
+  minserve bench --speculative --batch-sizes 1,4,16 --draft-tokens 8 --plot gain.png
+  minserve bench --draft ngram --baseline no-draft            a load with drafts and without
   minserve bench | tail -n 1 | python -m json.tool            all figures, as JSON
 
 TTFT: from arrival to the first token. ITL: the gaps between a request's tokens, all requests together. TPOT: a
@@ -63,6 +68,7 @@ def add_parser(commands: Any) -> None:
     add_micro_options(group, modes)
     add_calibration_options(group, modes)
     add_peers_options(group, modes)
+    add_speculative_options(group, modes)
     add_engine_options(parser)
     add_model_options(parser)
     parser.set_defaults(run=run, parser=parser)
@@ -83,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         return run_calibration(args)
     if args.peers is not None:
         return run_peers(args)
+    if args.speculative:
+        return run_speculative(args)
     if args.predict:
         from minserve.commands.prediction import run_prediction
 
@@ -113,14 +121,22 @@ def refuse_unused(args: argparse.Namespace) -> None:
         _refuse(args, {"tokens"}, "without --micro")
     if args.peers is None:
         _refuse(args, PEERS_OPTIONS, "without --peers")
-    if not args.micro and args.peers is None:
-        _refuse(args, {"turns"}, "without --micro or --peers")
+    if not args.speculative:
+        _refuse(args, SPECULATIVE_OPTIONS, "without --speculative")
+        if args.peers is None and not args.micro:
+            _refuse(args, {"turns"}, "without --micro or --peers or --speculative")
+    if args.draft is None and NO_DRAFT in (args.baseline or ()):
+        raise ParameterError(f"--baseline {NO_DRAFT} has no effect without --draft")
     if args.micro:
-        where, unused = "with --micro", {*of_load, "cost", "calibration_seconds"} - {"plot"}
+        where, unused = "with --micro", {*of_load, *DRAFT_OPTIONS, "cost", "calibration_seconds"} - {"plot"}
     elif args.overhead:
-        where, unused = "with --overhead", {*of_load, "cost", "calibration_seconds"}
+        where, unused = "with --overhead", {*of_load, *DRAFT_OPTIONS, "cost", "calibration_seconds"}
     elif args.calibrate is not None:
-        where, unused = "with --calibrate", {*of_load, "cost"} - {"temperature"}
+        where, unused = "with --calibrate", {*of_load, *DRAFT_OPTIONS, "cost"} - {"temperature"}
+    elif args.speculative:
+        add_engine_options(options, drafts=False)  # each engine is made for its batch size
+        of_load_or_engine = {*of_load, *vars(options.parse_args([]))} - {"seed", "temperature", "plot", "block_size"}
+        where, unused = "with --speculative", {*of_load_or_engine, "always_draft", "cost", "calibration_seconds"}
     elif args.peers is not None:
         add_engine_options(options)  # no engine runs: the comparison is of the bare forward loop
         of_load_or_engine = {*of_load, *vars(options.parse_args([]))} - {"seed"}
@@ -128,16 +144,17 @@ def refuse_unused(args: argparse.Namespace) -> None:
     elif not args.predict:
         where, unused = "without --predict", {"cost", "calibration_seconds"}
     elif args.cost is None:
-        where, unused = "with --predict", {"plot"}
+        where, unused = "with --predict", {*DRAFT_OPTIONS, "plot"}
     else:
-        where, unused = "with --predict --cost", {"plot", "calibration_seconds"}
+        where, unused = "with --predict --cost", {*DRAFT_OPTIONS, "plot", "calibration_seconds"}
     _refuse(args, unused, where)
 
 
 def _refuse(args: argparse.Namespace, unused: Iterable[str], where: str) -> None:
     for dest in sorted(unused):
         if getattr(args, dest) != args.parser.get_default(dest):
-            raise ParameterError(f"--{dest.replace('_', '-')} has no effect {where}")
+            option = "draft_tokens" if dest == "num_speculative_tokens" else dest
+            raise ParameterError(f"--{option.replace('_', '-')} has no effect {where}")
 
 
 def new_stand(llm: LLM, **changes: Any) -> Stand:
@@ -178,4 +195,5 @@ def document(command: str, llm: LLM) -> dict[str, Any]:
         "backend": llm.backend.name,
         "threads": getattr(llm.backend, "threads", None),
         "engine": asdict(llm.engine.config),
+        "speculative": None if llm.speculative_config is None else asdict(llm.speculative_config),
     }

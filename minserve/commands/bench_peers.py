@@ -13,6 +13,7 @@ from minserve import __version__
 from minserve.bench.peers.peer_engines import MINSERVE, PEERS, EngineSpec, minserve_spec, peer_specs
 from minserve.bench.peers.work import PROMPT_LEN, Work
 from minserve.commands.arguments import at_least
+from minserve.commands.common import load_chosen
 from minserve.commands.exit_codes import FAILED, INTERRUPTED
 from minserve.commands.output import facts, note, say, table, write_json
 from minserve.commands.progress import StageProgress
@@ -94,8 +95,12 @@ def run_peers(args: argparse.Namespace) -> int:
 
     works = [Work.parse(name, args.peers_tokens or DEFAULT_TOKENS) for name in args.peers_work or DEFAULT_WORKS]
     threads = args.threads or usable_cpus()
-    with StageProgress(Path(args.model).name, quiet=args.quiet) as progress:
-        path = resolve(args.model, progress=progress)
+
+    def fetched(model: str) -> Path:
+        with StageProgress(Path(model).name, quiet=args.quiet) as progress:
+            return resolve(model, progress=progress)
+
+    path = load_chosen(args, fetched)
     with open_model(path) as model:
         _check(model, works, args.max_model_len)
         name, vocab_size, file_type = model.name, model.config.vocab_size, _file_type(model)

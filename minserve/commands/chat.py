@@ -16,6 +16,7 @@ from minserve.commands.conversation import Conversation, Turn
 from minserve.commands.engine_arguments import add_engine_options
 from minserve.commands.exit_codes import FAILED
 from minserve.commands.output import aside, note, one_line, write_text
+from minserve.commands.speculation_watch import SpeculationWatch
 from minserve.errors import MinserveError, ParameterError, did_you_mean
 from minserve.request import RequestOutput
 from minserve.sampling_params import SamplingParams
@@ -81,6 +82,7 @@ class Chat:
         self._params = params
         self._conversation = Conversation(system)
         self._last: RequestOutput | None = None
+        self._watch: SpeculationWatch | None = None  # of the last answer
         self._left = False
 
     def talk(self) -> None:
@@ -142,7 +144,8 @@ class Chat:
         printer = AnswerPrinter()
         try:
             stream = self._llm.stream_chat(self._conversation.messages(question), self._params)
-            output, interrupted = follow(stream, printer.show)
+            with SpeculationWatch(self._llm) as watch:
+                output, interrupted = follow(stream, printer.show)
         except KeyboardInterrupt:
             if raise_interrupt:
                 raise
@@ -152,7 +155,7 @@ class Chat:
         finally:
             printer.end()
         answer = output.outputs[0]
-        self._last = output
+        self._last, self._watch = output, watch
         if answer.finish_reason == "error":
             note(f"error: the answer failed and is not kept: {answer.error}")
             return False
@@ -199,6 +202,8 @@ class Chat:
 
     def _show_stats(self) -> None:
         aside("no answer yet" if self._last is None else figures(self._last, self._params.max_tokens))
+        if self._watch is not None and self._watch.line is not None:
+            aside(self._watch.line)
         messages = self._conversation.messages()
         used = self._num_tokens(messages) if messages else 0
         seen = len(self._conversation.turns) - self._conversation.first_seen

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from minserve.commands.engine_arguments import engine_options
 from minserve.commands.output import note
 from minserve.commands.progress import StageProgress
-from minserve.errors import BackendError, MinserveError, in_words
+from minserve.errors import BackendError, DownloadError, MinserveError, in_words
 
 if TYPE_CHECKING:
     from minserve.llm import LLM
 
+DEFAULT_MODEL = "smollm2"
+FALLBACK_MODEL = "tiny"  # built in
+Loaded = TypeVar("Loaded")
+
+
+def load_chosen(args: argparse.Namespace, load: Callable[[str], Loaded]) -> Loaded:
+    """load(the model that --model names). Without that option, the default model; if it is not here and cannot be
+    fetched, the built-in one, with a warning on stderr that not even --quiet holds back.
+
+    Sets args.model to what was loaded, so that a command that loads twice tries and warns once. Raises what load
+    raises.
+    """
+    if args.model is not None:
+        return load(args.model)
+    args.model = DEFAULT_MODEL
+    try:
+        return load(args.model)
+    except DownloadError as error:
+        note(
+            f"warning: {DEFAULT_MODEL} is not here and could not be fetched, so the built-in model {FALLBACK_MODEL} is "
+            f"used instead, which is far smaller and knows little; fetch {DEFAULT_MODEL} with: minserve models pull "
+            f"{DEFAULT_MODEL}. What happened: {error}"
+        )
+    args.model = FALLBACK_MODEL
+    return load(args.model)
+
 
 def load_llm(args: argparse.Namespace, **overrides: Any) -> LLM:
-    """The model that the options ask for, with its progress on stderr; pulls it on first use.
+    """The model that the options ask for (see load_chosen), with its progress on stderr; pulls it on first use.
 
     overrides: arguments of LLM that go before the options. Says in one line if NumPy computes only
     because the C core is not there. Raises MinserveError, OSError.
@@ -38,9 +64,13 @@ def load_llm(args: argparse.Namespace, **overrides: Any) -> LLM:
     reason = native.why_unavailable()
     if options["backend"] is None and reason is not None and not quiet:
         note(f"note: running on NumPy, the C core is not available: {reason}")
-    progress = StageProgress(Path(args.model).name, quiet=quiet)
-    with progress, blame(options["backend"], "the model was loaded"):
-        return LLM(args.model, progress=progress, **options)
+
+    def load(model: str) -> LLM:
+        progress = StageProgress(Path(model).name, quiet=quiet)
+        with progress, blame(options["backend"], "the model was loaded"):
+            return LLM(model, progress=progress, **options)
+
+    return load_chosen(args, load)
 
 
 @contextmanager

@@ -235,7 +235,7 @@ def _cache() -> list[Finding]:
     value = f"{folder}, {size(free)} free"
     if not _writable(existing):
         advice = f"make {existing} writable, or set MINSERVE_CACHE to a folder that is"
-        nothing_here = not any(catalog.cached(name) for name in catalog.KNOWN)
+        nothing_here = not any(catalog.cached(name) for name, model in catalog.KNOWN.items() if not model.built_in)
         return [Finding("cache", f"{value}, not writable", "broken" if nothing_here else "missing", advice)]
     return [Finding("cache", value)]
 
@@ -250,11 +250,15 @@ def _writable(folder: Path) -> bool:
 
 
 def _models() -> list[Finding]:
-    """Known models in the cache. The default one is fetched at its first use, so none is no fault."""
+    """Known models that are here. The default one is fetched at its first use, so none in the cache is no fault."""
     from minserve.model import catalog
 
-    here = [name for name in catalog.KNOWN if catalog.cached(name) is not None]
+    lost = [name for name, model in catalog.KNOWN.items() if model.built_in and model.file() is None]
+    if lost:
+        return [Finding("models", f"{', '.join(lost)}: lost", "broken", "install minserve again: they are part of it")]
+    built_in = ", ".join(name for name, model in catalog.KNOWN.items() if model.built_in)
+    here = [name for name, model in catalog.KNOWN.items() if not model.built_in and catalog.cached(name) is not None]
     if here:
-        return [Finding("models", ", ".join(here))]
+        return [Finding("models", f"{', '.join(here)}; built in: {built_in}")]
     advice = "minserve models pull smollm2 fetches one now; the first use does it as well"
-    return [Finding("models", "none in the cache", "missing", advice)]
+    return [Finding("models", f"none in the cache; built in: {built_in}", "missing", advice)]

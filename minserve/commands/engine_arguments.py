@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from minserve.commands.arguments import at_least
+from minserve.commands.draft_arguments import add_draft_options, speculative_config
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _OPTIONS = (
@@ -30,10 +31,10 @@ def memory_size(text: str) -> int:
     return size
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> Any:
+def add_engine_options(parser: argparse.ArgumentParser, *, drafts: bool = True) -> Any:
     """--block-size, --num-kv-blocks, --max-num-seqs and the others of LLM that the engine takes; returns their group.
 
-    None of them has a default here, so that LLM's own hold.
+    None of them has a default here, so that LLM's own hold. drafts: --draft and what belongs to it, too.
     """
     group = parser.add_argument_group("engine")
     group.add_argument("--block-size", type=at_least(1), metavar="N", help="tokens in a KV block (default: 16)")
@@ -57,6 +58,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> Any:
         choices=("fcfs", "priority"),
         help="who goes first: fcfs, first come, first served (default), or priority, the lowest number",
     )
+    if drafts:
+        add_draft_options(parser)
     return group
 
 
@@ -71,5 +74,7 @@ def _switch(group: Any, name: str, alias: str, what: str) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, as arguments of LLM."""
-    return {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
+    """The options that were given, as arguments of LLM. Raises ParameterError, ModelNotFoundError."""
+    options = {name: value for name in _OPTIONS if (value := getattr(args, name, None)) is not None}
+    speculative = speculative_config(args)
+    return options if speculative is None else {**options, "speculative_config": speculative}

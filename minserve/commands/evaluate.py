@@ -1,10 +1,11 @@
-"""minserve eval: how well a model predicts a text, and how far a backend is from the float32 reference."""
+"""minserve eval: how well a model predicts a text, how far a backend is from the reference, how it answers tasks."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from minserve.commands import evaluate_tasks
 from minserve.commands.arguments import add_json_option, add_model_options, at_least, read_text
 from minserve.commands.common import blame, load_llm
 from minserve.commands.output import count, facts, write_json
@@ -18,8 +19,9 @@ EXAMPLES = """\
 Examples:
   minserve eval perplexity book.txt --max-tokens 2000
   minserve eval kl book.txt --backend c --max-tokens 500
+  minserve eval tasks --num 5
 
-`minserve eval perplexity --help` and `minserve eval kl --help` show the options.
+`minserve eval MEASURE --help` shows a measure's options.
 """
 PERPLEXITY_EXAMPLES = """\
 Examples:
@@ -37,10 +39,12 @@ def add_parser(commands: Any) -> None:
     """Add `eval` to the command line."""
     parser = commands.add_parser(
         "eval",
-        help="measure a model or a backend on a text",
-        description="Measure a model or a backend on a text.",
+        help="measure a model or a backend on a text or on tasks",
+        description="Measure a model or a backend on a text, or on tasks whose answers can be verified.",
         epilog=EXAMPLES,
     )
+    parser.add_argument("--tasks", action="store_true", help="the same as `minserve eval tasks`")
+    parser.stand_ins["--tasks"] = "tasks"
     measures = parser.add_subparsers(title="measures", metavar="MEASURE", dest="measure", required=True)
     _add_measure(
         measures,
@@ -60,6 +64,7 @@ def add_parser(commands: Any) -> None:
         "values, at every position of a text, in nats. 0 is identical.",
         KL_EXAMPLES,
     )
+    evaluate_tasks.add_parser(measures)
 
 
 def _add_measure(measures: Any, name: str, run: Any, help_line: str, description: str, examples: str) -> None:

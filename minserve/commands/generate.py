@@ -21,6 +21,7 @@ from minserve.commands.common import load_llm
 from minserve.commands.engine_arguments import add_engine_options
 from minserve.commands.exit_codes import FAILED, INTERRUPTED
 from minserve.commands.output import aside, note, say, table, write_json
+from minserve.commands.speculation_watch import SpeculationWatch
 from minserve.errors import ParameterError
 from minserve.request import RequestOutput
 
@@ -32,6 +33,7 @@ Examples:
   minserve generate "What is the capital of France?"
   minserve generate "Tell a short story." --temperature 0.8 --seed 1 -n 2
   minserve generate --raw "1, 2, 3, 4, 5," --max-tokens 16 --backend numpy
+  minserve generate "Repeat: the cat sat on the mat." --draft ngram --draft-tokens 6
   git diff | minserve generate --system "Say in one sentence what changed." --quiet
   minserve generate "Hi" --logprobs 3 --json | python -m json.tool
 """
@@ -86,15 +88,18 @@ def run(args: argparse.Namespace) -> int:
         note("note: at temperature 0 all answers are the same; --temperature 0.8 makes them differ")
 
     printer = AnswerPrinter(params.n)
-    output, interrupted = follow(stream, _nothing if args.json else printer.show, quiet=args.quiet)
+    with SpeculationWatch(llm) as watch:
+        output, interrupted = follow(stream, _nothing if args.json else printer.show, quiet=args.quiet)
     printer.end()
     if args.json:
-        write_json(document(llm, output))
+        write_json({**document(llm, output), "speculation": watch.document})
     else:
         if params.logprobs is not None:
             _show_logprobs(output)
         if not args.quiet:
             aside(figures(output, params.max_tokens))
+            if watch.line is not None:
+                aside(watch.line)
     failed = [answer for answer in output.outputs if answer.finish_reason == "error"]
     for answer in failed:
         note(f"error: answer {answer.index + 1} failed: {answer.error}")

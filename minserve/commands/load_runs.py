@@ -18,9 +18,11 @@ from minserve.commands.exit_codes import FAILED, INTERRUPTED, USER_ERROR
 from minserve.commands.output import facts, note, say, table, write_json
 from minserve.commands.progress import StageProgress
 from minserve.commands.run_arguments import BASELINES
+from minserve.commands.speculation_watch import warn_of_failed_draft
 from minserve.commands.whole_file import whole_file
 from minserve.commands.workload_arguments import workload_document, workload_text
-from minserve.events import Event, EventWriter
+from minserve.event_log import EventWriter
+from minserve.events import Event
 
 if TYPE_CHECKING:
     from minserve.engine.llm_engine import LLMEngine
@@ -84,6 +86,7 @@ class LoadRuns:
                 raise
             self.trace_failed = True
             note(f"error: {trace}: {error.strerror}; there is no trace")
+        warn_of_failed_draft(engine)
         return result
 
     def _counting_cuts(self, requests: Iterator[TimedRequest]) -> Iterator[TimedRequest]:

@@ -27,7 +27,7 @@ def add_micro_options(group: Any, modes: Any) -> None:
         "--turns",
         type=at_least(1),
         metavar="N",
-        help="with --micro or --peers: how often each is measured (default: 15; 5)",
+        help="with --micro, --peers or --speculative: how often each is measured (default: 15; 5; 5)",
     )
 
 

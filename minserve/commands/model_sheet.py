@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from minserve.model.gguf import GGUFFile
 from minserve.model.loader import ModelFile
 from minserve.ops.dtypes import F32, Tensor
 from minserve.text.vocabulary import Vocabulary
@@ -19,21 +18,17 @@ def describe(model: ModelFile) -> dict[str, Any]:
 
     The document is what --json prints; every size in it is in bytes.
     """
-    tensors = file_tensors(model)
+    tensors = dict(model.stored)
     return {
         "name": model.name,
         "path": str(model.path),
         "format": model.format,
+        "rounded_to": model.rounded_to,
         "architecture": _architecture(model),
         "tensors": by_type(tensors),
         "memory": _memory(model, tensors),
         "tokenizer": _tokenizer(model.vocabulary),
     }
-
-
-def file_tensors(model: ModelFile) -> Mapping[str, Tensor]:
-    """Every tensor under the file's own name. A GGUF file is opened again: its loader reorders rows on access."""
-    return GGUFFile(model.path).tensors if model.format == "GGUF" else model.tensors
 
 
 def by_type(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -76,7 +71,7 @@ def _memory(model: ModelFile, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "file": file_bytes(model.path),
-        "weights_c": sum(tensor.data.nbytes for tensor in tensors.values()),  # as they are in the file
+        "weights_c": sum(tensor.data.nbytes for tensor in tensors.values()),  # as they are stored
         "weights_numpy": parameters * F32.nbytes,
         "kv_bytes_per_token": {name: values * nbytes for name, nbytes in KV_DTYPES.items()},
     }

@@ -11,12 +11,13 @@ from minserve.commands.arguments import add_json_option
 from minserve.commands.output import count, facts, note, say, size, table, write_json
 from minserve.commands.progress import StageProgress
 from minserve.model import catalog
+from minserve.model.known_model import KnownModel
 
 EXAMPLES = """\
 Examples:
   minserve models                       known models, and whether they are here
   minserve models pull smollm2          fetch one into the cache
-  minserve models show smollm2          what is in it
+  minserve models show tiny-int8        what is in it; this one is built in
 """
 PULL_EXAMPLES = """\
 Examples:
@@ -47,7 +48,8 @@ def add_parser(commands: Any) -> None:
         "pull",
         help="fetch a model into the cache",
         description="Fetch a known model into the cache and check its SHA-256. Run it again after an interruption, "
-        "and it goes on. A model that is here already is checked, and fetched again if it is damaged.",
+        "and it goes on. A model that is here already is checked, and fetched again if it is damaged. Built-in models "
+        "are part of minserve; there is nothing to fetch.",
         epilog=PULL_EXAMPLES,
     )
     pull.add_argument("name", metavar="NAME", help="a name from `minserve models`")
@@ -64,14 +66,14 @@ def add_parser(commands: Any) -> None:
         "and nothing is fetched.",
         epilog=SHOW_EXAMPLES,
     )
-    show.add_argument("model", metavar="NAME|PATH", help="a cached model, a GGUF file, or a Hugging Face folder")
+    show.add_argument("model", metavar="NAME|PATH", help="a model that is here, a GGUF file, or a Hugging Face folder")
     show.add_argument("--tensors", action="store_true", help="list every tensor as well")
     add_json_option(show)
     show.set_defaults(run=run_show, parser=show)
 
 
 def run_list(args: argparse.Namespace) -> int:
-    """Print the known models, and which of them are in the cache."""
+    """Print the known models, and which of them are here: in the cache, or built in."""
     folder = catalog.cache_folder()
     paths = {name: catalog.cached(name) for name in catalog.KNOWN}
     if args.json:
@@ -81,22 +83,30 @@ def run_list(args: argparse.Namespace) -> int:
                 "description": model.description,
                 "licence": model.licence,
                 "bytes": model.file_bytes,
-                "download_bytes": model.wheel_bytes,
+                "download_bytes": model.download_bytes,
                 "sha256": model.sha256,
                 "cached": paths[name],
+                "built_in": model.built_in,
+                "rounded_to": model.rounded_to,
             }
             for name, model in catalog.KNOWN.items()
         ]
         write_json({"cache": folder, "models": models})
         return 0
     rows = [
-        (name, size(model.file_bytes), "yes" if paths[name] else "no", model.licence, model.description)
+        (name, size(model.file_bytes), _here(model), model.licence, model.description)
         for name, model in catalog.KNOWN.items()
     ]
-    table(("name", "size", "cached", "licence", "description"), rows, right=("size",))
+    table(("name", "size", "here", "licence", "description"), rows, right=("size",))
     say(f"\nCache: {folder}")
     say("`minserve models pull NAME` fetches one; a GGUF file or Hugging Face folder works by its path.")
     return 0
+
+
+def _here(model: KnownModel) -> str:
+    if model.built_in:
+        return "built in"
+    return "yes" if model.file() else "no"
 
 
 def run_pull(args: argparse.Namespace) -> int:
@@ -106,19 +116,23 @@ def run_pull(args: argparse.Namespace) -> int:
     model = catalog.known(args.name)
     source = None if args.source is None else Path(args.source).expanduser()
     with StageProgress(model.name, opening="looking for") as progress:
-        here = catalog.cached(model.name) if source is None else None
+        here = model.file() if source is None and not model.built_in else None
         if here is not None and not _is_whole(model, here, progress):
             note(f"{here} is damaged; it is fetched again")
             here.unlink()
         path = pull(model.name, progress=progress, from_file=source)
+    if model.built_in:
+        note(f"{model.name} is built in: there is nothing to fetch")
+    digest = model.sha256
     if args.json:
-        write_json({"name": model.name, "path": path, "bytes": model.file_bytes, "sha256": model.sha256})
+        write_json({"name": model.name, "path": path, "bytes": model.file_bytes, "sha256": digest})
         return 0
-    facts(model.name, [("file", path), ("size", size(model.file_bytes)), ("SHA-256", f"{model.sha256} (checked)")])
+    checked = "" if model.built_in else " (checked)"
+    facts(model.name, [("file", path), ("size", size(model.file_bytes)), ("SHA-256", f"{digest}{checked}")])
     return 0
 
 
-def _is_whole(model: catalog.KnownModel, path: Path, progress: StageProgress) -> bool:
+def _is_whole(model: KnownModel, path: Path, progress: StageProgress) -> bool:
     """Whether the file has the SHA-256 that it was published with."""
     digest, done = hashlib.sha256(), 0
     with path.open("rb") as file:
@@ -131,12 +145,11 @@ def _is_whole(model: catalog.KnownModel, path: Path, progress: StageProgress) ->
 
 def run_show(args: argparse.Namespace) -> int:
     """Print what is in a model file. Raises ModelNotFoundError, ModelFileError, UnsupportedModelError."""
-    from minserve.commands.model_sheet import describe, file_tensors  # here, as they need NumPy and doctor must not
-    from minserve.model.loader import open_model
+    from minserve.commands.model_sheet import describe  # here, as it needs NumPy and doctor must not
 
-    with open_model(catalog.resolve(args.model, download=False)) as model:
+    with catalog.open(args.model, download=False) as model:
         sheet = describe(model)
-        tensors = file_tensors(model) if args.tensors else {}
+        tensors = dict(model.stored) if args.tensors else {}
         rows = [(t.name, t.dtype.name, list(t.shape), t.data.nbytes) for t in tensors.values()]
     if args.json:
         if args.tensors:
@@ -156,7 +169,8 @@ def run_show(args: argparse.Namespace) -> int:
 def _print_sheet(sheet: dict[str, Any]) -> None:
     """The document of model_sheet.describe, for people."""
     arch, memory, text = sheet["architecture"], sheet["memory"], sheet["tokenizer"]
-    facts(sheet["name"], [("path", sheet["path"]), ("format", sheet["format"])])
+    rounding = [("in memory", f"matrices are rounded to {sheet['rounded_to']}")] if sheet["rounded_to"] else []
+    facts(sheet["name"], [("path", sheet["path"]), ("format", sheet["format"]), *rounding])
     facts(
         "Architecture",
         [
@@ -183,7 +197,7 @@ def _print_sheet(sheet: dict[str, Any]) -> None:
         "Memory",
         [
             ("file", size(memory["file"])),
-            ("weights on c", f"{size(memory['weights_c'])}, in the file's precision"),
+            ("weights on c", f"{size(memory['weights_c'])}, in the types above"),
             ("weights on numpy", f"{size(memory['weights_numpy'])}, as float32"),
             *(
                 (f"KV in {name}", f"{size(nbytes)} a token, {size(1000 * nbytes)} for 1,000 tokens")

@@ -43,8 +43,8 @@ def add_parser(commands: Any) -> None:
         epilog=EXAMPLES,
     )
     add_workload_options(parser, num_requests=1000, scale=0.25)
-    add_run_options(parser)
-    add_engine_options(parser)
+    add_run_options(parser, drafts=False)
+    add_engine_options(parser, drafts=False)  # the cost model does not know what a guess brings
     group = parser.add_argument_group("simulated model")
     group.add_argument(
         "--cost",

@@ -42,6 +42,8 @@ class EngineConfig:
     scheduling_policy: "fcfs", "priority", or an object with key(seq).
     static_batching: a baseline to measure against: request-level batching. A batch is admitted only when the last one
         has ended, and each sequence reserves blocks for its prompt and max_tokens.
+    num_speculative_tokens: most guessed tokens that a decode verifies in a step, 0 without speculation. Each running
+        sequence must be able to, so it lowers max_num_seqs to what max_num_batched_tokens has room for.
     reserve_max_model_len: a baseline to measure against: no paging. Each sequence reserves blocks for max_model_len
         when it is admitted, as where a cache is one piece of memory (arXiv 2309.06180, section 3.1).
     """
@@ -54,17 +56,30 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str | SchedulingPolicy = "fcfs"
+    num_speculative_tokens: int = 0
     static_batching: bool = False
     reserve_max_model_len: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "num_kv_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
             check_whole_number(name, getattr(self, name), 1)
+        check_whole_number("num_speculative_tokens", self.num_speculative_tokens, 0)
         switches = ("enable_prefix_caching", "enable_chunked_prefill", "static_batching", "reserve_max_model_len")
         for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise ParameterError(f"{name} must be True or False, not {shown(getattr(self, name))}")
         scheduling_policy(self.scheduling_policy)
+        if self.num_speculative_tokens:
+            self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        if self.static_batching or self.reserve_max_model_len:
+            raise ParameterError("static_batching and reserve_max_model_len are baselines without speculation")
+        if self.num_speculative_tokens >= self.token_budget:
+            raise ParameterError(
+                f"max_num_batched_tokens must be at least {self.num_speculative_tokens + 1}, a token and the "
+                f"num_speculative_tokens behind it, not {self.max_num_batched_tokens}"
+            )
 
     @property
     def longest_sequence(self) -> int:
@@ -77,6 +92,11 @@ class EngineConfig:
         if self.enable_chunked_prefill:
             return self.max_num_batched_tokens
         return max(self.max_num_batched_tokens, self.longest_sequence)
+
+    @property
+    def seats(self) -> int:
+        """Most sequences that may run: each must get a token, and its guesses, in every step."""
+        return min(self.max_num_seqs, self.token_budget // (1 + self.num_speculative_tokens))
 
     def reserved_tokens(self, longest: int) -> int:
         """Tokens that a sequence gets blocks for when it is admitted, whatever it needs then; longest: its own most."""

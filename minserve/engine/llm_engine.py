@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import numpy as np
 
 from minserve.engine.changes import Changes
 from minserve.engine.engine_config import EngineConfig
 from minserve.engine.interfaces import Runner, TokenSampler
-from minserve.engine.output_processor import OutputProcessor
+from minserve.engine.output_processor import Drawing, OutputProcessor
 from minserve.engine.request_state import RequestState
-from minserve.engine.run_isolated import run_isolated, sample_isolated
+from minserve.engine.run_isolated import rows_isolated, run_isolated
 from minserve.engine.scheduler import Scheduler
+from minserve.engine.speculative.draft import NO_DRAFTS
+from minserve.engine.speculative.speculation import Speculation
+from minserve.engine.speculative.verifier import Verdict
 from minserve.engine.step_report import StepReport
 from minserve.errors import ParameterError
 from minserve.events import Arrived, EventStream
@@ -25,7 +31,8 @@ class LLMEngine:
     """Requests in, RequestOutputs out.
 
     runner, sampler: compute. clock: seconds, any origin. identity: what tells this model's KV blocks from another's.
-    events: where to report what happens (None: a stream of its own, `engine.events`).
+    events: where to report what happens (None: a stream of its own, `engine.events`). speculation: drafts and
+    verifies (None: a step gives a sequence one token at most).
 
     Several threads may use one engine: a step belongs to one of them, whoever's requests it serves. (A process that
     forks while another thread is in a step must not use the engine in the child.)
@@ -41,6 +48,7 @@ class LLMEngine:
         clock: Callable[[], float] = time.perf_counter,
         identity: CacheIdentity | None = None,
         events: EventStream | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.runner, self.sampler, self.tokenizer, self.config, self.clock = runner, sampler, tokenizer, config, clock
         self.events = EventStream(clock) if events is None else events
@@ -54,9 +62,12 @@ class LLMEngine:
         self.scheduler = Scheduler(config, self.blocks, self.events)
         self.new_request_id = RequestIds()
         self.outputs = OutputProcessor(self.scheduler, self.events, clock)
+        self.speculation = speculation
+        if speculation is not None:
+            speculation.attach(config.num_speculative_tokens, tokenizer.vocab_size, self.events)
         self._arrivals = 0
         self._to_abort: list[str] = []
-        self._changes = Changes(repair=self.outputs.recover, at_end=self._end_the_aborted)
+        self._changes = Changes(repair=self._recover, at_end=self._settle)
 
     @property
     def has_unfinished(self) -> bool:
@@ -145,19 +156,40 @@ class LLMEngine:
         with self._changes.one():
             outputs = self.outputs.changed = {}
             report = StepReport(self.events, self.scheduler, self.clock)
-            batch = self.scheduler.schedule()
+            drafts = NO_DRAFTS
+            if self.speculation is not None and self.speculation.error is None:
+                drafts = self.speculation.drafts(self.outputs.answers_of(self.scheduler.running))
+                report.drafted()
+            batch = self.scheduler.schedule(drafts)
             report.scheduled(batch)
             logits = run_isolated(self.runner, batch, self.outputs.fail_sequence)
             report.forwarded()
-            drawing, rows = self.outputs.computed(batch, logits, report)
-            results = sample_isolated(self.sampler, rows, [answer.row for _, answer in drawing])
+            drawing, logits = self.outputs.computed(batch, logits, report)
+            verdicts = self._choose(drawing, logits)
             report.sampled()
-            self.outputs.sampled(drawing, results, report)
+            num_tokens = self.outputs.sampled(drawing, verdicts, report)
             report.finished(batch)
+            if self.speculation is not None:
+                self.speculation.stepped(batch.items, num_tokens, report.seconds)
         return list(outputs.values())
 
-    def _end_the_aborted(self) -> None:
+    def _choose(self, drawing: Drawing, logits: np.ndarray) -> Seq[Verdict]:
+        """The tokens of each of the answers. logits float32 (R, V): a row for each, and one more for each guess."""
+        rows = [draw.answer.row for draw in drawing]
+        if self.speculation is None or not any(draw.draft for draw in drawing):
+            return [[result] for result in rows_isolated(self.sampler.sample, logits, rows)]
+        return self.speculation.verifier.verify(logits, rows, [draw.draft for draw in drawing])
+
+    def _recover(self) -> None:
+        self.outputs.recover()
+        if self.speculation is not None:
+            self.speculation.reset()
+
+    def _settle(self) -> None:
+        """At the end of every change: those who were to be aborted end, and an engine that is idle holds nothing."""
         while self._to_abort:
             state = self.outputs.requests.get(self._to_abort.pop())
             if state is not None:
                 self.outputs.end(state, FinishReason.ABORT)
+        if self.speculation is not None and not self.scheduler.running:
+            self.speculation.rest()

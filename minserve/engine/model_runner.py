@@ -37,7 +37,7 @@ class ModelRunner:
         """Lay the sequences' new tokens out as ModelInput describes.
 
         Most items are decodes, one token each, and a step waits for this: so plain numbers into arrays of C ints, which
-        become NumPy arrays without a copy, and NumPy's own arithmetic only for the chunks of prompts.
+        become NumPy arrays without a copy, and NumPy's own arithmetic only for chunks of prompts and for drafts.
         """
         block_size = self.kv_cache.block_size
         width = max(len(item.seq.block_table) for item in batch)
@@ -53,7 +53,7 @@ class ModelRunner:
                 positions.append(start)
                 slots.append(table[start // block_size] * block_size + start % block_size)
             else:
-                token_ids.extend(seq.token_ids[start : start + count])
+                token_ids.extend(item.token_ids)
                 span = np.arange(start, start + count, dtype=np.int32)  # (count,) its new positions
                 blocks = np.array(table, np.int32)[span // block_size]  # (count,)
                 positions.frombytes(span.tobytes())

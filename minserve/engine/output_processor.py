@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,12 +13,23 @@ from minserve.engine.run_isolated import where_and_what
 from minserve.engine.sampler import SampledToken
 from minserve.engine.scheduled_batch import ScheduledBatch
 from minserve.engine.scheduler import Scheduler
+from minserve.engine.speculative.draft import Draft
+from minserve.engine.speculative.verifier import Verdict
 from minserve.engine.step_report import StepReport
 from minserve.errors import NonFiniteLogitsError
 from minserve.events import EventStream, Finished, Token
 from minserve.request import FinishReason, RequestOutput, Sequence, SequenceStatus
 
-Drawing = list[tuple[RequestState, Answer]]  # whose answers draw a token in this step
+
+class Draw(NamedTuple):
+    """An answer that gets a token in this step, or, if it has a draft, perhaps several."""
+
+    state: RequestState
+    answer: Answer
+    draft: Draft | None = None
+
+
+Drawing = list[Draw]
 
 
 class OutputProcessor:
@@ -32,12 +44,17 @@ class OutputProcessor:
         self._scheduler, self._blocks, self._events, self._clock = scheduler, scheduler.blocks, events, clock
         self._touched: RequestState | None = None  # the one whose answer is being changed right now
 
-    def computed(self, batch: ScheduledBatch, logits: np.ndarray, report: StepReport) -> tuple[Drawing, np.ndarray]:
-        """Note what the model has computed; returns the answers that draw a token now, and a row of logits for each.
+    def answers_of(self, sequences: Iterable[Sequence]) -> list[Answer]:
+        """The answers that these sequences are."""
+        return [self.requests[seq.request.request_id].answers[seq.index] for seq in sequences]
 
-        logits float32 (L, V): each scheduled sequence's num_logits rows, in order.
+    def computed(self, batch: ScheduledBatch, logits: np.ndarray, report: StepReport) -> tuple[Drawing, np.ndarray]:
+        """Note what the model has computed; returns the answers that draw now, and their rows of logits, end to end.
+
+        logits float32 (L, V): each scheduled sequence's num_logits rows, in order. An answer has one row, and one more
+        for each guess of its draft.
         """
-        drawing: list[tuple[RequestState, Answer]] = []
+        drawing: Drawing = []
         rows: list[int] = []
         end = 0  # of this sequence's rows
         for item in batch.items:
@@ -54,15 +71,15 @@ class OutputProcessor:
                     self.fail(state, error)
                     continue
                 seq.needs_prompt_logits = state.num_missing_prompt_logprobs > 0
-            seq.num_computed_tokens += item.num_tokens
+            seq.num_computed_tokens += item.num_tokens - item.num_drafted  # of the guesses, nobody knows yet
             if seq.num_computed_tokens < len(seq.token_ids):
                 self._blocks.commit(seq)
                 continue
-            drawing.append((state, state.answers[seq.index]))
-            rows.append(end - 1)
+            drawing.append(Draw(state, state.answers[seq.index], item.draft))
+            rows.extend(range(end - 1 - item.num_drafted, end))
             if state.num_unstarted and seq.num_output_tokens == 0:
                 for answer in self._fork(state, seq):
-                    drawing.append((state, answer))
+                    drawing.append(Draw(state, answer))
                     rows.append(end - 1)
         each_once = len(rows) == len(logits) and rows == list(range(len(rows)))
         return drawing, logits if each_once else logits[rows]
@@ -81,12 +98,30 @@ class OutputProcessor:
             started.append(answer)
         return started
 
-    def sampled(self, drawing: Drawing, results: Iterable[SampledToken | Exception], report: StepReport) -> None:
-        """Give each of the answers its token, or end its request for what went wrong."""
-        for (state, answer), result in zip(drawing, results, strict=True):
+    def sampled(self, drawing: Drawing, verdicts: Iterable[Verdict], report: StepReport) -> int:
+        """Give each of the answers its tokens, or end its request for what went wrong. Returns how many tokens came."""
+        total = 0
+        for (state, answer, draft), verdict in zip(drawing, verdicts, strict=True):
             self.changed[state.request.request_id] = state.output
-            if not state.output.finished:  # else another of its answers has failed just now
+            if state.output.finished:  # another of its answers has failed just now
+                continue
+            if draft is not None:
+                report.verified(answer.seq, draft, len(verdict) - 1)
+            before = answer.seq.num_output_tokens
+            for i, result in enumerate(verdict):
+                answer.seq.num_computed_tokens += i > 0  # the token before it was a guess, and is computed
                 self._take(state, answer, result, report)
+                if answer.completion.finished:  # what the target said after the end is dropped
+                    break
+            num_tokens = answer.seq.num_output_tokens - before
+            total += num_tokens
+            if draft is not None:
+                metrics = state.output.metrics
+                metrics.num_draft_tokens += len(draft)
+                metrics.num_accepted_tokens += min(num_tokens, len(verdict) - 1)
+                if not answer.completion.finished:
+                    self._blocks.rewind(answer.seq, answer.seq.num_computed_tokens + 1)
+        return total
 
     def fail_sequence(self, seq: Sequence, error: Exception) -> None:
         """End the request of a sequence that made the model's run fail."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from minserve.engine.interfaces import Runner, TokenSampler
-from minserve.engine.sampler import SampledToken, SamplingRow
+from minserve.engine.interfaces import Runner
+from minserve.engine.sampler import Result, SamplingRow
 from minserve.engine.scheduled_batch import ScheduledBatch, ScheduledSequence
 from minserve.errors import MinserveError, ParameterError, as_exception, in_words
 from minserve.request import Sequence, SequenceStatus
@@ -47,19 +47,23 @@ def run_isolated(runner: Runner, batch: ScheduledBatch, fail: Callable[[Sequence
     return np.concatenate([logits[item] for item in batch.items] or [none])
 
 
-def sample_isolated(sampler: TokenSampler, logits: np.ndarray, rows: Seq[SamplingRow]) -> Seq[SampledToken | Exception]:
-    """A token for each row of logits (R, V), or what went wrong with it; as above if the sampler itself raises."""
+def rows_isolated(
+    compute: Callable[[np.ndarray, Seq[SamplingRow]], Seq[Result | Exception]],
+    logits: np.ndarray,
+    rows: Seq[SamplingRow],
+) -> Seq[Result | Exception]:
+    """What `compute` gives for each row of logits (R, V), or what went wrong with it; as above if it raises itself."""
     try:
-        results = sampler.sample(logits, rows)
+        results = compute(logits, rows)
         if len(results) != len(rows):
-            raise ParameterError(f"the sampler returned {len(results)} tokens for {len(rows)} rows")
+            raise ParameterError(f"the sampler returned {len(results)} results for {len(rows)} rows")
         return results
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         if len(rows) == 1:
             return [as_exception(error)]
-    return [sample_isolated(sampler, logits[r : r + 1], [row])[0] for r, row in enumerate(rows)]
+    return [rows_isolated(compute, logits[r : r + 1], [row])[0] for r, row in enumerate(rows)]
 
 
 def _run(runner: Runner, items: list[ScheduledSequence]) -> np.ndarray:

@@ -6,17 +6,19 @@ names, and the batch's way there and back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from minserve.engine.sampling_row import SamplingRow, settings_of
 from minserve.errors import NonFiniteLogitsError, ParameterError, as_exception, shown
 from minserve.ops import Backend
-from minserve.ops.sampling import RowStatus, all_finite, log_softmax
+from minserve.ops.sampling import RowStatus, SamplingSettings, all_finite, log_softmax
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow", "check_logits", "log_softmax"]
+
+Result = TypeVar("Result")
 
 
 class SampledToken(NamedTuple):
@@ -46,19 +48,48 @@ class Sampler:
         """
         if all(row.plain_greedy for row in rows):
             return _results(logits, *self._ops.sample(logits))
-        processed, errors = _processed(logits, rows)  # (R, V)
-        good = [r for r in range(len(rows)) if r not in errors]
-        used = processed[good] if errors else processed  # (rows that have not failed, V)
-        drawn = iter(_results(used, *self._ops.sample(used, settings_of([rows[r] for r in good]))))
-        results = [errors[r] if r in errors else next(drawn) for r in range(len(rows))]
+        results = _of_good_rows(logits, rows, lambda used, settings: _results(used, *self._ops.sample(used, settings)))
+        self.add_logprobs(logits, rows, results)
+        return results
+
+    def probabilities(self, logits: np.ndarray, rows: Sequence[SamplingRow]) -> list[np.ndarray | Exception]:
+        """Of each row the distribution, float64 (V,), that `sample` would draw from; or its error. As `sample`."""
+
+        def compute(used: np.ndarray, settings: SamplingSettings) -> list[np.ndarray | Exception]:
+            distributions, status = self._ops.probabilities(used, settings)  # (R, V)
+            if np.shape(distributions) != used.shape:
+                shape = np.shape(distributions)
+                raise ParameterError(f"the backend's probabilities are of shape {shape}, not {used.shape}")
+            results: list[np.ndarray | Exception] = list(distributions)
+            _put_faults(results, used, status)
+            return results
+
+        return _of_good_rows(logits, rows, compute)
+
+    def add_logprobs(
+        self, logits: np.ndarray, rows: Sequence[SamplingRow], results: list[SampledToken | Exception]
+    ) -> None:
+        """Give the tokens of rows that asked for log probabilities the model's own, before any setting."""
         wanted = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
         wanted = [r for r in wanted if isinstance(results[r], SampledToken)]
         if wanted:
-            asked = logits if len(wanted) == len(rows) else logits[wanted]  # as they came, before any processor
+            asked = logits if len(wanted) == len(rows) else logits[wanted]
             logprobs = self._ops.log_softmax(asked)  # (rows that asked, V)
             for r, values in zip(wanted, logprobs, strict=True):
                 results[r] = SampledToken(results[r].token_id, values)  # type: ignore[union-attr]
-        return results
+
+
+def _of_good_rows(
+    logits: np.ndarray,
+    rows: Sequence[SamplingRow],
+    compute: Callable[[np.ndarray, SamplingSettings], Iterable[Result | Exception]],
+) -> list[Result | Exception]:
+    """What `compute` gives for each row, after the rows' own processors; for those that failed before, their error."""
+    processed, errors = _processed(logits, rows)  # (R, V)
+    good = [r for r in range(len(rows)) if r not in errors]
+    used = processed[good] if errors else processed  # (rows that have not failed, V)
+    computed = iter(compute(used, settings_of([rows[r] for r in good])))
+    return [errors[r] if r in errors else next(computed) for r in range(len(rows))]
 
 
 def _not_finite(logits: np.ndarray) -> NonFiniteLogitsError:
@@ -69,12 +100,18 @@ def _not_finite(logits: np.ndarray) -> NonFiniteLogitsError:
 def _results(logits: np.ndarray, token_ids: np.ndarray, status: np.ndarray) -> list[SampledToken | Exception]:
     """What `sample` gave, row by row; errors in words."""
     results: list[SampledToken | Exception] = [SampledToken(token_id, None) for token_id in token_ids.tolist()]
+    _put_faults(results, logits, status)
+    return results
+
+
+def _put_faults(results: list[Any], logits: np.ndarray, status: np.ndarray) -> None:
+    """In the place of each row that is not RowStatus.DONE, what went wrong with it. logits (R, V), status (R,)."""
     for r in np.flatnonzero(status).tolist():
         if status[r] == RowStatus.NOTHING_LEFT:
-            results[r] = ParameterError("min_tokens and the logits processors rule out every token of the vocabulary")
+            text = "min_tokens and the logits processors rule out every token of the vocabulary"
+            results[r] = ParameterError(text)
         else:
             results[r] = _not_finite(logits[r])
-    return results
 
 
 def _processed(logits: np.ndarray, rows: Sequence[SamplingRow]) -> tuple[np.ndarray, dict[int, Exception]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,6 +63,14 @@ class SamplingRow:
     def num_output_tokens(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def after(self, more: array[int]) -> SamplingRow:
+        """This row as it will be if its answer goes on with these tokens."""
+        if not more or self.plain_greedy:  # which looks at nothing
+            return self
+        row = copy.copy(self)
+        row.token_ids = self.token_ids + more
+        return row
 
 
 def settings_of(rows: Sequence[SamplingRow]) -> SamplingSettings:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
+from minserve.engine.speculative.draft import Draft
 from minserve.kv.block_manager import Copies
 from minserve.request import Sequence
 
@@ -12,6 +14,7 @@ from minserve.request import Sequence
 class ScheduledSequence:
     """A sequence's part in a step: its next `num_tokens` tokens, of which the last `num_logits` want logits.
 
+    draft: tokens that are only guessed; they are the last ones of num_tokens, and behind seq.token_ids.
     copies: KV blocks to be copied, (source, destination) each, before anything is written in this step;
         the runner takes them off when it has made them.
     """
@@ -20,6 +23,20 @@ class ScheduledSequence:
     num_tokens: int
     num_logits: int
     copies: Copies = ()
+    draft: Draft | None = None
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that are only guessed."""
+        return 0 if self.draft is None else len(self.draft)
+
+    @property
+    def token_ids(self) -> array[int]:
+        """The tokens that are computed, the guessed ones too."""
+        first = self.seq.num_computed_tokens
+        if self.draft is None:
+            return self.seq.token_ids[first : first + self.num_tokens]
+        return self.seq.token_ids[first:] + self.draft.token_ids
 
 
 @dataclass(slots=True)

@@ -17,11 +17,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import insort
+from collections.abc import Mapping
 from typing import Any
 
 from minserve.engine.engine_config import EngineConfig
 from minserve.engine.scheduled_batch import ScheduledBatch, ScheduledSequence
 from minserve.engine.scheduling_policy import FCFS, scheduling_policy
+from minserve.engine.speculative.draft import NO_DRAFTS, Draft
 from minserve.events import EventStream, Preempted
 from minserve.kv.block_manager import BlockManager
 from minserve.request import Sequence, SequenceStatus
@@ -43,8 +45,7 @@ class Scheduler:
         self.key = policy.key
         self.may_overtake = getattr(policy, "may_overtake", FCFS.may_overtake)
         self.token_budget = config.token_budget
-        # Every running sequence must get a token in every step.
-        self.max_num_seqs = min(config.max_num_seqs, self.token_budget)
+        self.max_num_seqs = config.seats
         self._events = events
         self.clear()
 
@@ -88,19 +89,22 @@ class Scheduler:
             self._waiting = [entry for entry in self._waiting if entry[-1].status in WAITING]
             heapq.heapify(self._waiting)
 
-    def schedule(self) -> ScheduledBatch:
-        """Decide a step. Allocates blocks; changes who is running and who is waiting."""
+    def schedule(self, drafts: Mapping[Sequence, Draft] = NO_DRAFTS) -> ScheduledBatch:
+        """Decide a step. Allocates blocks; changes who is running and who is waiting.
+
+        drafts: guesses for running sequences that have one token to compute; they are verified behind it.
+        """
         batch = ScheduledBatch(self.token_budget)
         prefills = []
         for seq in tuple(self.running):
             if len(seq.token_ids) - seq.num_computed_tokens > 1:
                 prefills.append(seq)
             elif seq.status is SequenceStatus.RUNNING:  # else it was preempted for one before it
-                self._give(seq, 1, batch)
+                self._give(seq, 1, batch, drafts.get(seq))
         for seq in prefills:
             if seq.status is SequenceStatus.RUNNING and batch.budget > 0:
                 most = batch.budget - self._kept_for_the_next(seq, batch)
-                self._give(seq, min(len(seq.token_ids) - seq.num_computed_tokens, most), batch)
+                self._give(seq, min(self._missing(seq), most), batch)
         if not batch.preempted:  # else there is no room for anybody new
             self._admit(batch)
         return batch
@@ -119,7 +123,7 @@ class Scheduler:
         head = self._waiting[0][-1]
         if not self.may_overtake(head, running):
             return 0
-        hits = self.blocks.find_prefix(head)
+        hits = self._find_prefix(head)
         num_tokens = len(head.token_ids) - len(hits) * self.blocks.block_size
         short = num_tokens <= batch.budget // 2
         return num_tokens if short and self.blocks.fits(hits, len(head.token_ids) + self._promised_slots()) else 0
@@ -130,16 +134,42 @@ class Scheduler:
         missing = sum(max(0, blocks_for(len(seq.token_ids)) - len(seq.block_table)) for seq in self.running)
         return missing * self.blocks.block_size
 
-    def _give(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
+    def _resumes_with_a_draft(self, seq: Sequence) -> bool:
+        """Was a sequence preempted in its answer, and may it get drafts?
+
+        Then what it had is computed again but for its last token. That one has a step of its own, as if nothing had
+        happened, with the draft that it would have had: a seeded request draws the same tokens.
+        """
+        return self.config.num_speculative_tokens > 0 and seq.num_output_tokens > 0
+
+    def _known_length(self, seq: Sequence) -> int:
+        """Tokens that a sequence is known to need slots for: its own, and a draft if that is what preempted it."""
+        most = self.config.num_speculative_tokens if self._resumes_with_a_draft(seq) else 0
+        return min(len(seq.token_ids) + most, seq.max_num_tokens)
+
+    def _find_prefix(self, seq: Sequence) -> list[int]:
+        return self.blocks.find_prefix(seq, leave=2 if self._resumes_with_a_draft(seq) else 1)
+
+    def _missing(self, seq: Sequence) -> int:
+        """How many tokens a sequence is to compute before it decodes."""
+        return len(seq.token_ids) - seq.num_computed_tokens - self._resumes_with_a_draft(seq)
+
+    def _give(self, seq: Sequence, num_tokens: int, batch: ScheduledBatch, draft: Draft | None = None) -> None:
         """Put a running sequence's next tokens into the batch, at the cost of the last in order if need be."""
-        while (copies := self.blocks.allocate(seq, num_tokens)) is None:
+        while (copies := self.blocks.allocate(seq, num_tokens + len(draft or ()))) is None:
+            if draft is not None and draft.optional:  # guesses are not worth another one's blocks
+                own_slots = len(seq.block_table) * self.blocks.block_size - seq.num_computed_tokens - num_tokens
+                draft = draft.first(min(own_slots, len(draft) - 1))
+                continue
             victim = self.running[-1]
             self._preempt(victim, batch)
             if victim is seq:
                 return
         missing = len(seq.token_ids) - seq.num_computed_tokens - num_tokens
         num_logits = num_tokens if seq.needs_prompt_logits else int(missing == 0)
-        batch.items.append(ScheduledSequence(seq, num_tokens, num_logits, copies))
+        if draft is not None:
+            num_tokens, num_logits = num_tokens + len(draft), num_logits + len(draft)
+        batch.items.append(ScheduledSequence(seq, num_tokens, num_logits, copies, draft))
         batch.budget -= num_tokens
 
     def _preempt(self, seq: Sequence, batch: ScheduledBatch) -> None:
@@ -175,16 +205,16 @@ class Scheduler:
             if seq.status not in WAITING:
                 heapq.heappop(self._waiting)
                 continue
-            hits = self.blocks.find_prefix(seq)
+            hits = self._find_prefix(seq)
             reserve = self.config.reserved_tokens(seq.max_num_tokens)
             missing = len(seq.token_ids) - len(hits) * self.blocks.block_size
             whole = self.config.enable_chunked_prefill or missing <= batch.budget
             # All that is known of it must fit, not only the first chunk: else it would be preempted half-way.
-            if not whole or not self.blocks.fits(hits, max(len(seq.token_ids), reserve) + promised):
+            if not whole or not self.blocks.fits(hits, max(self._known_length(seq), reserve) + promised):
                 return
             heapq.heappop(self._waiting)
             self.num_waiting -= 1
             self.blocks.start(seq, hits, reserve)
             seq.status = SequenceStatus.RUNNING
             insort(self.running, seq, key=self.key)
-            self._give(seq, min(missing, batch.budget), batch)
+            self._give(seq, min(self._missing(seq), batch.budget), batch)

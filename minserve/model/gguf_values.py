@@ -20,7 +20,7 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
 # The specification's gguf_metadata_value_type, where a value is one number.
-_NUMBERS: dict[int, tuple[str, np.dtype[Any]]] = {
+NUMBERS: dict[int, tuple[str, np.dtype[Any]]] = {
     0: ("uint8", np.dtype("u1")),
     1: ("int8", np.dtype("i1")),
     2: ("uint16", np.dtype("<u2")),
@@ -33,7 +33,7 @@ _NUMBERS: dict[int, tuple[str, np.dtype[Any]]] = {
     11: ("int64", np.dtype("<i8")),
     12: ("float64", np.dtype("<f8")),
 }
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+BOOL, STRING, ARRAY = 7, 8, 9  # the types whose values are not one number
 
 # Far above any real file, and low enough that a hostile one costs neither time nor memory.
 LONGEST_NAME = 65_535  # bytes of a key or a tensor's name; the specification's limit
@@ -128,20 +128,20 @@ class Cursor:
     def value(self, key: str) -> Any:
         """A metadata value with its type in front: int, float, bool, str, NumPy array or StringArray."""
         kind = self.u32(f"the type of {key!r}")
-        if kind == _STRING:
+        if kind == STRING:
             return self.string(f"the value of {key!r}")
-        if kind == _ARRAY:
+        if kind == ARRAY:
             return self._array(key)
-        if kind not in _NUMBERS:
+        if kind not in NUMBERS:
             raise self.error(f"the value of {key!r} has type number {kind}, which no GGUF version defines")
         return self._numbers(kind, 1, key)[0].item()
 
     def _numbers(self, kind: int, count: int, key: str) -> np.ndarray:
         """count numbers as a read-only view of the file."""
-        name, dtype = _NUMBERS[kind]
+        name, dtype = NUMBERS[kind]
         start = self._take(count * dtype.itemsize, f"the value of {key!r} ({count} x {name})")
         numbers = np.frombuffer(self.source, dtype, count, start)
-        if kind == _BOOL:
+        if kind == BOOL:
             if numbers.size and numbers.max() > 1:
                 raise self.error(f"the value of {key!r} holds a bool that is neither 0 nor 1")
             return numbers.view(np.bool_)
@@ -150,11 +150,11 @@ class Cursor:
     def _array(self, key: str) -> np.ndarray | StringArray:
         kind = self.u32(f"the element type of {key!r}")
         count = self.u64(f"the length of {key!r}")
-        if kind == _ARRAY:  # the format allows it; no llama file has one, and depth is how readers get killed
+        if kind == ARRAY:  # the format allows it; no llama file has one, and depth is how readers get killed
             raise self.error(f"the value of {key!r} is an array of arrays, which minserve does not read")
-        if kind == _STRING:
+        if kind == STRING:
             return self._string_array(count, key)
-        if kind not in _NUMBERS:
+        if kind not in NUMBERS:
             raise self.error(f"the array {key!r} has element type number {kind}, which no GGUF version defines")
         return self._numbers(kind, count, key)
 

@@ -15,7 +15,7 @@ from minserve.model.token_spelling import token_bytes
 from minserve.text.pretokenizer import pattern
 from minserve.text.vocabulary import Vocabulary
 
-_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # llama.cpp's token types; the others are unknown, unused, byte
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # llama.cpp's token types; the others are unknown, unused, byte
 # Other names that llama.cpp's converters have written for the same rules.
 _PRE_TOKENIZER_ALIASES = MappingProxyType({"gpt-2": "gpt2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"})
 
@@ -76,7 +76,7 @@ def read_vocabulary(file: GGUFFile, vocab_size: int) -> Vocabulary:
     merges = file.get("tokenizer.ggml.merges", StringArray)
     if len(spellings) != vocab_size:
         raise ModelFileError(f"{file.path}: {len(spellings)} tokens, but token_embd.weight has {vocab_size} rows")
-    types = np.asarray(file.get("tokenizer.ggml.token_type", np.ndarray, np.full(len(spellings), _NORMAL)))
+    types = np.asarray(file.get("tokenizer.ggml.token_type", np.ndarray, np.full(len(spellings), NORMAL)))
     if types.shape != (len(spellings),):
         raise ModelFileError(f"{file.path}: tokenizer.ggml.token_type has {len(types)} entries, not {len(spellings)}")
     bos, eos, end_of_turn, eom = (
@@ -84,9 +84,9 @@ def read_vocabulary(file: GGUFFile, vocab_size: int) -> Vocabulary:
     )
     ends = tuple(dict.fromkeys(i for i in (eos, end_of_turn, eom) if i is not None))
     pre_tokenizer = _pre_tokenizer(file)
-    literal = np.flatnonzero(types != _NORMAL).tolist()
+    literal = np.flatnonzero(types != NORMAL).tolist()
     control = {i for i in (bos, *ends) if i is not None}  # whatever the types say of these
-    control.update(np.flatnonzero((types == _CONTROL) | (types == _USER_DEFINED)).tolist())
+    control.update(np.flatnonzero((types == CONTROL) | (types == USER_DEFINED)).tolist())
     special: dict[str, int] = {}
     for token_id in sorted(control):
         name = spellings[token_id]

@@ -26,6 +26,8 @@ class ModelFile:
         the tensors that the model needs (see canonical.expected_shapes). A tensor may be made
         when it is asked for, so ask once. Where config.tie_word_embeddings is true there is no
         lm_head.weight, even if the file has one: tied wins.
+    stored: every tensor under the file's own name, with the rows in the file's order.
+    rounded_to: the weight type that matrices are rounded to in memory (see rounding.py), or None: as in the file.
     """
 
     path: Path
@@ -34,14 +36,19 @@ class ModelFile:
     config: ModelConfig
     vocabulary: Vocabulary
     tensors: Mapping[str, Tensor]
+    stored: Mapping[str, Tensor]
     _close: Callable[[], None]
     _release: Callable[[], None]
+    rounded_to: str | None = None
 
     def revision(self) -> str:
-        """A digest of which files these are: their places, sizes and times of change. A replaced file is another."""
+        """A digest of which weights these are: the files' places, sizes and times of change, and what was rounded.
+
+        A replaced file is another revision.
+        """
         paths = sorted(path for path in self.path.iterdir() if path.is_file()) if self.path.is_dir() else [self.path]
         facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-        return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
+        return hashlib.sha256(repr((facts, self.rounded_to)).encode("utf-8", "surrogateescape")).hexdigest()
 
     def release(self) -> None:
         """Give back the memory that reading took: a backend has its own copy of the weights. The files stay open."""
@@ -78,7 +85,8 @@ def open_model(path: str | os.PathLike[str]) -> ModelFile:
     except BaseException:
         file.close()
         raise
-    return ModelFile(path, path.stem, "GGUF", config, vocabulary, tensors, file.close, file.release)
+    stored = file.tensors
+    return ModelFile(path, path.stem, "GGUF", config, vocabulary, tensors, stored, file.close, file.release)
 
 
 def _open_folder(path: Path) -> ModelFile:
@@ -89,5 +97,13 @@ def _open_folder(path: Path) -> ModelFile:
     folder = HFFolder(path)
     name = path.resolve().name
     return ModelFile(
-        path, name, "safetensors", folder.config, folder.vocabulary, folder.tensors, folder.close, folder.release
+        path,
+        name,
+        "safetensors",
+        folder.config,
+        folder.vocabulary,
+        folder.tensors,
+        folder.tensors,
+        folder.close,
+        folder.release,
     )

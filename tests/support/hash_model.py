@@ -7,6 +7,7 @@ wrong answers, as it would with a real model, and nothing here looks for the cau
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from minserve.engine.engine_config import EngineConfig
 from minserve.engine.llm_engine import LLMEngine
 from minserve.engine.sampler import Sampler
 from minserve.engine.scheduled_batch import ScheduledSequence
+from minserve.engine.speculative.draft import Proposer
+from minserve.engine.speculative.speculation import Speculation
+from minserve.engine.speculative.verifier import Verifier
 from minserve.ops import reference
 
 from .scripted_model import BYTES, EOS, make_copies
@@ -31,9 +35,9 @@ class HashRunner:
         make_copies(self.slots, batch)
         for item in batch:
             seq, start = item.seq, item.seq.num_computed_tokens
-            for position in range(start, start + item.num_tokens):
+            for position, token_id in enumerate(item.token_ids, start):
                 block, place = divmod(position, self.block_size)
-                self.slots[seq.block_table[block], place] = seq.token_ids[position]
+                self.slots[seq.block_table[block], place] = token_id
         return np.concatenate([self._logits(item) for item in batch])
 
     def _logits(self, item: ScheduledSequence) -> np.ndarray:
@@ -45,9 +49,18 @@ class HashRunner:
         return rows
 
 
-def hash_engine(**options: Any) -> LLMEngine:
-    """An engine over it. options: LLMEngine's (clock, identity, events), and fields of EngineConfig."""
+def hash_engine(
+    propose: Callable[[EngineConfig], Proposer] | None = None, adaptive: bool = False, **options: Any
+) -> LLMEngine:
+    """An engine over it. options: LLMEngine's (clock, identity, events), and fields of EngineConfig.
+
+    propose: makes the proposer, if num_speculative_tokens is given.
+    """
     engine_options = {name: options.pop(name) for name in ("clock", "identity", "events") if name in options}
     config = EngineConfig(**options)
-    runner = HashRunner(config.num_kv_blocks, config.block_size)
-    return LLMEngine(runner, Sampler(reference), BYTES, config, **engine_options)
+    runner, sampler = HashRunner(config.num_kv_blocks, config.block_size), Sampler(reference)
+    if propose is not None and config.num_speculative_tokens:
+        engine_options["speculation"] = Speculation(
+            propose(config), Verifier(sampler), config.num_speculative_tokens, adaptive=adaptive
+        )
+    return LLMEngine(runner, sampler, BYTES, config, **engine_options)

