@@ -24,6 +24,7 @@ from tiny_training.evaluate import Evaluation
 from tiny_training.export import export
 from tiny_training.loop import Recipe, Training
 
+from minserve.commands.arguments import at_least
 from minserve.commands.output import note, say
 from minserve.commands.progress import StageProgress
 from minserve.errors import MinserveError
@@ -72,17 +73,19 @@ def main() -> int:
         description=__doc__.split("\n\n")[0], epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("tiny_models"), help="where everything goes (tiny_models)")
-    parser.add_argument("--threads", type=int, default=2, help="threads (2)")
+    parser.add_argument("--threads", type=at_least(1), default=2, help="threads (2)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (0)")
-    parser.add_argument("--steps", type=int, help="so few of each model, for a quick look; they are then worth nothing")
+    parser.add_argument(
+        "--steps", type=at_least(1), help="so few of each model, for a quick look; they are then worth nothing"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    args.out.mkdir(parents=True, exist_ok=True)
     vocabulary = make_vocabulary(args.seed)
     tokenizer = Tokenizer(vocabulary)
     evaluation = Evaluation(tokenizer)
     trained: dict[str, Training] = {}
     try:
+        args.out.mkdir(parents=True, exist_ok=True)
         for name, recipe in RECIPES.items():
             if args.steps is not None:
                 recipe = recipe.shortened(args.steps)
@@ -90,7 +93,7 @@ def main() -> int:
     except KeyboardInterrupt:
         note(f"interrupted; the same command goes on from {args.out}")
         return 130
-    except MinserveError as error:
+    except (MinserveError, OSError) as error:
         note(f"error: {error}")
         return 2
     files = {name: args.out / f"{name}.gguf" for name in RECIPES}

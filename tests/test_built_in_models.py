@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -184,11 +185,29 @@ def test_a_broken_installation_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("minserve.model.known_model._BUILT_IN_FOLDER", tmp_path)
     assert catalog.cached("tiny") is None
     for download_it in (True, False):
-        with pytest.raises(ModelFileError, match=r"tiny\.gguf is missing; it is part of minserve, so install that"):
+        with pytest.raises(
+            ModelFileError, match=r"tiny\.gguf is missing or damaged; it is part of minserve, so install that"
+        ):
             catalog.open("tiny", download=download_it)
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelFileError, match=r"tiny\.gguf.*install that again"):
         LLM("tiny-int8", backend="numpy")
+
+
+def test_a_damaged_file_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of its size, but not its bytes; the other one lacks some; and the list of models is shown all the same."""
+    data = bytearray(catalog.known("tiny").fetch().read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "tiny.gguf").write_bytes(data)
+    (tmp_path / "tiny-draft.gguf").write_bytes(data[:1000])
+    monkeypatch.setattr("minserve.model.known_model._BUILT_IN_FOLDER", tmp_path)
+    assert main(["models", "pull", "tiny"]) == 2
+    assert "tiny.gguf is damaged; it is part of minserve" in capsys.readouterr().err
+    assert main(["models"]) == 0
+    assert " damaged " in capsys.readouterr().out
+    assert main(["models", "--json"]) == 0
 
 
 # --- the commands ---
@@ -249,5 +268,5 @@ def test_offline_is_an_error_that_says_so(capsys: pytest.CaptureFixture[str], ca
 def test_the_kinds_know_themselves(name: str) -> None:
     model = catalog.known(name)
     assert isinstance(model, BuiltInModel)
-    assert model.file_bytes == model.path.stat().st_size
-    assert len(model.sha256) == 64
+    data = model.path.read_bytes()
+    assert (model.file_bytes, model.sha256) == (len(data), hashlib.sha256(data).hexdigest())

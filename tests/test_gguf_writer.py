@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -354,3 +356,23 @@ def test_a_llama_that_cannot_be_written(change: Any, error: type[MinserveError],
     with pytest.raises(error, match=message):
         write(tmp_path / "x.gguf", change(tiny_llama()))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    """A pipe, or a device when root writes: the file took its place."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, tmp_path):
+        with pytest.raises(ParameterError, match="is not a regular file"):
+            write_gguf(path, {}, {})
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.touch(mode=0o640)
+    path.chmod(0o640)
+    write_gguf(path, {}, {})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -373,3 +374,28 @@ def test_candidates_for_any_logits(
     assert weights.min() >= min_p * weights.max() * (1 - 1e-9)
     outside = np.setdiff1d(np.arange(logits.size), ids)
     assert outside.size == 0 or logits[outside].max() <= logits[ids].min()
+
+
+@pytest.mark.parametrize(
+    ("returns", "message"),
+    [
+        (lambda p: p * np.nan, "a chance below 0, or NaN"),
+        (lambda p: -p, "a chance below 0, or NaN"),
+        (lambda p: p * 3, "do not sum to 1"),
+        (lambda p: p * 0, "do not sum to 1"),
+        (lambda p: p[:, :-1], r"float64 \(2, 8\), not float64 \(2, 7\)"),
+        (lambda p: p.astype(np.float32), "not float32"),
+        (lambda p: p.tolist(), "not \\[\\["),
+    ],
+)
+def test_chances_that_are_none_are_refused(returns: Any, message: str) -> None:
+    """What a backend computes decides which guesses are accepted; a wrong one went on, and answered token 0 for ever."""
+
+    def probabilities(logits: np.ndarray, settings: Any) -> Any:
+        values, status = reference.probabilities(logits, settings)
+        return returns(values), status
+
+    backend = SimpleNamespace(**{**vars(reference), "probabilities": probabilities})
+    rows = [row_of(temperature=1.0), row_of(temperature=0.5, top_k=3)]
+    with pytest.raises(ParameterError, match=message):
+        Sampler(backend).probabilities(np.arange(16, dtype=np.float32).reshape(2, 8), rows)

@@ -101,8 +101,8 @@ LIES: dict[str, tuple[Callable[[list[Draft | None], Any], Any], str]] = {
     "has probs of another type": (each(lambda draft: flat(draft, dtype=np.float32)), "a draft's probs are float64"),
     "has probs in a list": (each(lambda draft: Draft(draft.token_ids, [[1.0]])), "a draft's probs are float64"),
     "has probs that sum to more than 1": (each(lambda draft: flat(draft, scale=2.0)), "probs are distributions"),
-    "has probs below 0": (each(lambda draft: flat(draft, first=-0.5, second=0.5)), "probs are distributions"),
-    "has probs that are NaN": (each(lambda draft: flat(draft, first=np.nan)), "probs are distributions"),
+    "has probs below 0": (each(lambda draft: flat(draft, first=-0.5, second=0.5)), "a chance below 0, or NaN"),
+    "has probs that are NaN": (each(lambda draft: flat(draft, first=np.nan)), "a chance below 0, or NaN"),
     "says that its guess cannot be": (each(lambda draft: certain(draft, 0)), "above 0 for its guesses"),
     "has a list of ids": (each(lambda draft: Draft([65, 66])), "an array of C ints"),  # type: ignore[arg-type]
     "has ids of NumPy's": (each(lambda draft: Draft(np.array([65, 66]))), "an array of C ints"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -24,6 +27,17 @@ _FLAT = 0.3  # share of the steps before the rate begins to fall
 _LAST_RATE = 0.02
 _LONG = 0.85  # share of the steps after which rows have the whole context
 _TEXT_WEIGHT = 0.5  # of a token of a play, beside one of an answer
+
+
+@contextmanager
+def interrupt_noted() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C does not break into a step, which would leave half of it in a checkpoint; it is asked for between two."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @dataclass(frozen=True)
@@ -66,16 +80,26 @@ class Training:
         self._checkpoint = folder / f"{name}.pt"
         self._made_by = f"seed {seed}, {recipe}"
         if self._checkpoint.exists():
-            state = torch.load(self._checkpoint, weights_only=True)
+            state = self._load()
             if state["made_by"] != self._made_by:
                 raise ParameterError(
-                    f"{self._checkpoint} is of another run ({state['made_by']}, not {self._made_by}); "
-                    "give another --out, or delete it"
+                    f"{self._checkpoint} was made with another seed, number of steps or recipe; give another --out, or "
+                    "delete it"
                 )
             self.network.load_state_dict(state["network"])
             for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.step, self.seconds = state["step"], state["seconds"]
+
+    def _load(self) -> dict[str, Any]:
+        """The checkpoint. Raises ParameterError if it is none."""
+        try:
+            state = torch.load(self._checkpoint, weights_only=True)
+            if not isinstance(state, dict) or not {"made_by", "network", "optimizers", "step", "seconds"} <= set(state):
+                raise ValueError("it is another file")
+            return state
+        except Exception as error:  # PyTorch raises what it likes
+            raise ParameterError(f"{self._checkpoint} cannot be read; delete it to begin anew ({error})") from None
 
     def save(self) -> None:
         """Write the checkpoint, whole or not at all."""
@@ -107,7 +131,7 @@ class Training:
         long = recipe.config.max_position_embeddings
         sources = {False: data(long // 2), True: data(long)}
         losses: list[float] = []
-        try:
+        with interrupt_noted() as interrupted:
             while self.step < recipe.steps:
                 began, part = time.perf_counter(), self.step / recipe.steps
                 batch = sources[part >= _LONG].batch(self.step)
@@ -119,9 +143,9 @@ class Training:
                     figures = {"loss": sum(losses) / len(losses), "seconds": self.seconds}
                     self._log({**figures, **evaluation(self.network)})
                     losses.clear()
-        except KeyboardInterrupt:
-            self.save()
-            raise
+                if interrupted():
+                    self.save()
+                    raise KeyboardInterrupt
 
     def _log(self, figures: dict[str, float]) -> None:
         entry = {"step": self.step, **{name: round(value, 4) for name, value in figures.items()}}

@@ -10,6 +10,7 @@ from typing import Any
 from minserve.commands.arguments import add_json_option
 from minserve.commands.output import count, facts, note, say, size, table, write_json
 from minserve.commands.progress import StageProgress
+from minserve.errors import ModelFileError
 from minserve.model import catalog
 from minserve.model.known_model import KnownModel
 
@@ -105,7 +106,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 def _here(model: KnownModel) -> str:
     if model.built_in:
-        return "built in"
+        return "built in" if model.file() else "damaged"
     return "yes" if model.file() else "no"
 
 
@@ -115,20 +116,20 @@ def run_pull(args: argparse.Namespace) -> int:
 
     model = catalog.known(args.name)
     source = None if args.source is None else Path(args.source).expanduser()
-    with StageProgress(model.name, opening="looking for") as progress:
-        here = model.file() if source is None and not model.built_in else None
+    with StageProgress(model.name, opening="looking for", quiet=model.built_in) as progress:
+        here = model.file() if source is None else None
         if here is not None and not _is_whole(model, here, progress):
+            if model.built_in:
+                raise ModelFileError(f"{here} is damaged; {model.remedy}")
             note(f"{here} is damaged; it is fetched again")
             here.unlink()
         path = pull(model.name, progress=progress, from_file=source)
     if model.built_in:
         note(f"{model.name} is built in: there is nothing to fetch")
-    digest = model.sha256
     if args.json:
-        write_json({"name": model.name, "path": path, "bytes": model.file_bytes, "sha256": digest})
+        write_json({"name": model.name, "path": path, "bytes": model.file_bytes, "sha256": model.sha256})
         return 0
-    checked = "" if model.built_in else " (checked)"
-    facts(model.name, [("file", path), ("size", size(model.file_bytes)), ("SHA-256", f"{digest}{checked}")])
+    facts(model.name, [("file", path), ("size", size(model.file_bytes)), ("SHA-256", f"{model.sha256} (checked)")])
     return 0
 
 

@@ -34,6 +34,15 @@ def check_logits(logits: np.ndarray) -> None:
         raise _not_finite(logits)
 
 
+def check_distributions(what: str, values: object, shape: tuple[int, ...]) -> None:
+    """Raise ParameterError unless these are chances, float64 of that shape. Their sums are the caller's to check."""
+    if not isinstance(values, np.ndarray) or values.shape != shape or values.dtype != np.float64:
+        found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else shown(values)
+        raise ParameterError(f"{what} are float64 {shape}, not {found}")
+    if values.size and not values.min() >= 0:  # NaN fails
+        raise ParameterError(f"{what} hold a chance below 0, or NaN")
+
+
 class Sampler:
     """Chooses tokens with a backend's `sample`. Stateless: all that a draw depends on is in its arguments."""
 
@@ -57,9 +66,9 @@ class Sampler:
 
         def compute(used: np.ndarray, settings: SamplingSettings) -> list[np.ndarray | Exception]:
             distributions, status = self._ops.probabilities(used, settings)  # (R, V)
-            if np.shape(distributions) != used.shape:
-                shape = np.shape(distributions)
-                raise ParameterError(f"the backend's probabilities are of shape {shape}, not {used.shape}")
+            check_distributions("the backend's probabilities", distributions, used.shape)
+            if not np.all((abs(distributions.sum(axis=1) - 1) < 1e-6) == (status == RowStatus.DONE)):
+                raise ParameterError("the backend's probabilities of a row do not sum to 1")
             results: list[np.ndarray | Exception] = list(distributions)
             _put_faults(results, used, status)
             return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,19 +31,18 @@ _SMOLLM2 = FetchedModel(
 )
 
 
-def _built_in(name: str, description: str) -> tuple[BuiltInModel, BuiltInModel]:
+def _built_in(name: str, description: str, file_bytes: int, sha256: str) -> tuple[BuiltInModel, BuiltInModel]:
     """A built-in model, and the same one in 8 bits."""
-    file_name, licence = f"{name}.gguf", "Apache-2.0"
-    return (
-        BuiltInModel(name=name, description=description, licence=licence, file_name=file_name),
-        BuiltInModel(
-            name=f"{name}-int8",
-            description=f"{name}, each matrix rounded to 8 bits (Q8_0) when it is opened",
-            licence=licence,
-            file_name=file_name,
-            rounded_to="Q8_0",
-        ),
+    model = BuiltInModel(
+        name=name,
+        description=description,
+        licence="Apache-2.0",
+        file_name=f"{name}.gguf",
+        file_bytes=file_bytes,
+        sha256=sha256,
     )
+    text = f"{name}, each matrix rounded to 8 bits (Q8_0) when it is opened"
+    return model, dataclasses.replace(model, name=f"{name}-int8", description=text, rounded_to="Q8_0")
 
 
 KNOWN: Mapping[str, KnownModel] = MappingProxyType(
@@ -50,8 +50,18 @@ KNOWN: Mapping[str, KnownModel] = MappingProxyType(
         model.name: model
         for model in (
             _SMOLLM2,
-            *_built_in("tiny", "2.6 million parameters: lines in the manner of Shakespeare, and small exercises, F16"),
-            *_built_in("tiny-draft", "a tenth of tiny, on the same tokens: drafts what tiny will say, F16"),
+            *_built_in(
+                "tiny",
+                "2.6 million parameters: lines in the manner of Shakespeare, and small exercises, F16",
+                5_152_160,
+                "34e143595eef9d98882fd57515f46306abe3e1d321f0e82f96f8f48789aafb3c",
+            ),
+            *_built_in(
+                "tiny-draft",
+                "a tenth of tiny, on the same tokens: drafts what tiny will say, F16",
+                546_272,
+                "f89291b3b043f823dcfab04a9025e39cfc0a742b182a50b930993f4abeb6413b",
+            ),
         )
     }
 )

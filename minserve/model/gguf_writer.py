@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import struct
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +39,16 @@ def write_gguf(path: str | os.PathLike[str], metadata: Mapping[str, Value], tens
     """
     pieces = list(_pieces(metadata, tensors))  # every mistake is found before there is a file
     target = Path(os.path.realpath(path))  # a link stays one
+    if target.exists() and not target.is_file():
+        raise ParameterError(f"{path} is not a regular file, so it is not replaced; give another name")
     part = target.with_name(f"{target.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with part.open("xb") as file:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
+        if target.exists():
+            shutil.copymode(target, part)
         part.replace(target)
     except BaseException:
         with contextlib.suppress(OSError):

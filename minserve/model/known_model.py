@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +80,13 @@ class FetchedModel(_Named):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInModel(_Named):
-    """A model that is part of the package: its file lies in minserve/model/tiny."""
+    """A model that is part of the package: its file lies in minserve/model/tiny.
+
+    file_bytes, sha256: of the file, as it was made.
+    """
+
+    file_bytes: int
+    sha256: str
 
     built_in: ClassVar[bool] = True
     remedy: ClassVar[str] = "it is part of minserve, so install that again"  # of a damaged file
@@ -92,25 +97,16 @@ class BuiltInModel(_Named):
         """Where its file is in every whole installation."""
         return _BUILT_IN_FOLDER / self.file_name
 
-    @property
-    def file_bytes(self) -> int:
-        """Size of its file. Raises OSError if it was lost."""
-        return self.path.stat().st_size
-
-    @property
-    def sha256(self) -> str:
-        """Of the file as it is: what it should be is the package's business. Raises OSError if it was lost."""
-        return hashlib.sha256(self.path.read_bytes()).hexdigest()
-
     def file(self) -> Path | None:
-        """Its file, unless the installation is broken."""
-        return self.path if self.path.is_file() else None
+        """Its file, unless the installation is broken. Only its size is compared here."""
+        whole = self.path.is_file() and self.path.stat().st_size == self.file_bytes
+        return self.path if whole else None
 
     def fetch(self, progress: Progress | None = None) -> Path:
         """Its file. Raises ModelFileError if the installation is broken."""
         path = self.file()
         if path is None:
-            raise ModelFileError(f"{self.path} is missing; {self.remedy}")
+            raise ModelFileError(f"{self.path} is missing or damaged; {self.remedy}")
         return path
 
 

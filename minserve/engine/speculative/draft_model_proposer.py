@@ -19,6 +19,7 @@ from minserve.engine.sampling_row import SamplingRow
 from minserve.engine.scheduled_batch import ScheduledSequence
 from minserve.engine.speculative.acceptance import draw
 from minserve.engine.speculative.draft import Draft, Proposer, is_optional
+from minserve.errors import ParameterError
 from minserve.events import EventStream
 from minserve.kv.block_manager import BlockManager
 from minserve.ops.sampling import uniform
@@ -233,15 +234,17 @@ class DraftModelProposer(Proposer):
 
 def _take(shadow: _Shadow, result: SampledToken | np.ndarray | Exception, vocab_size: int) -> None:
     """Add a guess: the token itself, or one drawn from a distribution float64 (V,)."""
-    if isinstance(result, Exception):  # the target may do better; here it ends the guessing
-        shadow.wanted = 0
+    if isinstance(result, Exception):
+        if not isinstance(result, ParameterError):  # the draft model or its backend is broken
+            raise result
+        shadow.wanted = 0  # the request's settings suit the target and not the draft model
         return
     if isinstance(result, np.ndarray):
         q = result if len(result) == vocab_size else np.pad(result, (0, vocab_size - len(result)))
         row = shadow.row
         # The number with which the target would draw at this place, so that where p is q its own choice is the guess.
         token_id = draw(q, uniform(row.seed, row.index, len(row.token_ids)))
-        shadow.probs.append(q)
+        shadow.probs.append(q.copy())  # the backend may use its memory again
     else:
         token_id = result.token_id
     shadow.seq.token_ids.append(token_id)

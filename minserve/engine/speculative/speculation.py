@@ -11,6 +11,7 @@ import numpy as np
 
 from minserve.engine.answer import Answer
 from minserve.engine.run_isolated import where_and_what
+from minserve.engine.sampler import check_distributions
 from minserve.engine.scheduled_batch import ScheduledSequence
 from minserve.engine.speculative.draft import NO_DRAFTS, Draft, Proposer, is_optional
 from minserve.engine.speculative.pace import Pace
@@ -152,13 +153,9 @@ def _checked_draft(draft: object, most: int, vocab_size: int) -> Draft:
     return draft
 
 
-def _check_probs(ids: array[int], probs: object, vocab_size: int) -> None:
+def _check_probs(ids: array[int], probs: np.ndarray, vocab_size: int) -> None:
     """Raise ParameterError unless these are distributions from which these tokens can have come: else what is answered
     would no longer be the target's, and nothing would show it."""
-    wanted = (len(ids), vocab_size)
-    if not isinstance(probs, np.ndarray) or probs.shape != wanted or probs.dtype != np.float64:
-        what = f"{probs.dtype} {probs.shape}" if isinstance(probs, np.ndarray) else shown(probs)
-        raise ParameterError(f"a draft's probs are float64 {wanted}, not {what}")
-    # NaN fails each of the three.
-    if not (probs.min() >= 0 and abs(probs.sum(axis=1) - 1).max() < 1e-6 and probs[range(len(ids)), ids].min() > 0):
-        raise ParameterError("a draft's probs are distributions: none below 0, a sum of 1, and above 0 for its guesses")
+    check_distributions("a draft's probs", probs, (len(ids), vocab_size))
+    if not (abs(probs.sum(axis=1) - 1).max() < 1e-6 and probs[range(len(ids)), ids].min() > 0):
+        raise ParameterError("a draft's probs are distributions: a sum of 1, and above 0 for its guesses")
