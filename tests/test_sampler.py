@@ -389,7 +389,7 @@ def test_candidates_for_any_logits(
     ],
 )
 def test_chances_that_are_none_are_refused(returns: Any, message: str) -> None:
-    """What a backend computes decides which guesses are accepted; a wrong one went on, and answered token 0 for ever."""
+    """What a backend computes decides which guesses are accepted; a wrong one answered token 0 for ever."""
 
     def probabilities(logits: np.ndarray, settings: Any) -> Any:
         values, status = reference.probabilities(logits, settings)
