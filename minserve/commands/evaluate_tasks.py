@@ -31,7 +31,7 @@ area under the ROC curve, AUC, 1 at best and 0.5 if it says nothing.
 
 The last line on stdout is one JSON document with every figure.
 
-The prompts are terse ("add 12+7="), and minserve's built-in tiny models were
+The prompts are terse ("add 12+34="), and minserve's built-in tiny models were
 trained on others of their kind, never on these. A model that was not, and
 answers in sentences, gets about 0, whatever it knows.
 """

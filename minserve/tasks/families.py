@@ -2,7 +2,7 @@
 
 A prompt is the family's name and the question:
 
-    add      12+7=                         19
+    add      12+34=                        46
     sort     40718                         01478
     close    ([{}                          ])
     json     Ada, 34, is a nurse in Rome.  {"name":"Ada","age":34,...}
