@@ -3,7 +3,7 @@
     .venv/bin/pip install -e '.[train]'
     .venv/bin/python examples/train_tiny.py --out tiny_models
 
-It takes about an hour and a half on two cores, and writes the two models as GGUF files and a model card that says what
+It takes about an hour on two cores, and writes the two models as GGUF files and a model card that says what
 they are worth. Stop it with Ctrl-C and start it again: it goes on from its last checkpoint.
 
 Weights and data are drawn from the seed, and a step's data from the seed and the step alone. Another number of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,42 +23,11 @@ from minserve.engine.llm_engine import LLMEngine
 from minserve.kv import block_manager, block_pool, prefix_cache
 from minserve.request import RequestOutput
 
+from .support.interrupts import interrupted
 from .support.scripted_model import check_blocks, engine, request, saying, serve
 
 MODULES = [answer, changes, llm_engine, output_processor, output_text, request_state, scheduler, step_report]
 MODULES += [block_manager, block_pool, prefix_cache]
-WATCHED = {module.__file__ for module in MODULES}
-
-
-class InterruptAt:
-    """A trace function that raises KeyboardInterrupt at the n-th line that the engine executes."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-        self.where: str | None = None
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in WATCHED:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupted(run: Callable[[], object], number: int) -> str | None:
-    """Run with an interrupt at that line: where it came, or None if the run ended before."""
-    trace, before = InterruptAt(number), sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return trace.where
 
 
 def step_to_the_end(eng: LLMEngine) -> None:
@@ -87,7 +55,7 @@ def test_an_interrupt_at_any_line_of_the_engine(left_after: int | None) -> None:
         second = eng.add_request(request("again", "second"))
         for _ in range(left_after or 0):
             eng.step()
-        where = interrupted(run, number)
+        where = interrupted(run, number, MODULES)
         step_to_the_end(eng)
         assert eng.blocks.pool.num_used == 0, where
         check_blocks(eng)
@@ -119,7 +87,7 @@ def test_a_second_interrupt_in_the_repair() -> None:
         eng.outputs.requests["r"].append_token = half  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             eng.step()
-        where = interrupted(eng.step, number)
+        where = interrupted(eng.step, number, MODULES)
         step_to_the_end(eng)
         assert output.outputs[0].finish_reason == "abort", where
         if where is None:

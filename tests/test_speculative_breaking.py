@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from array import array
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from minserve.events import Drafted, SpeculationStopped
 from minserve.ops import reference
 
 from .support.hash_model import hash_engine
+from .support.interrupts import interrupted
 from .support.scripted_model import check_blocks, engine, request, run_to_the_end, saying, serve
 from .support.speculative import VOCABULARY, draft_model
 
@@ -208,38 +207,6 @@ def test_not_a_number_inside_an_accepted_run(temperature: float) -> None:
 
 
 MODULES = [acceptance, draft_model_proposer, ngram_proposer, output_processor, speculation, verifier]
-WATCHED = {module.__file__ for module in MODULES}
-
-
-class InterruptAt:
-    """A trace function that raises KeyboardInterrupt at the n-th line that is executed of these modules."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-        self.where: str | None = None
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename not in WATCHED:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self
-
-
-def interrupted(run: Callable[[], object], number: int) -> str | None:
-    """Run with an interrupt at that line: where it came, or None if the run ended before."""
-    trace, before = InterruptAt(number), sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return trace.where
 
 
 def small(**options: Any) -> LLMEngine:
@@ -259,7 +226,7 @@ def test_an_interrupt_at_any_line_of_speculation() -> None:
     places = set()
     for number in range(1, 20_000, 5):
         outputs = [eng.add_request(dataclasses.replace(one)) for one in asked]
-        where = interrupted(lambda: run_to_the_end(eng), number)
+        where = interrupted(lambda: run_to_the_end(eng), number, MODULES)
         run_to_the_end(eng)
         for output in outputs:
             assert output.finished, where

@@ -172,8 +172,7 @@ def test_no_batch_holds_a_held_out_question(tokenizer: Tokenizer, batches: list)
 
 
 def test_the_template_makes_the_prompt_that_was_trained_on(data: ModuleType, tokenizer: Tokenizer) -> None:
-    source = data.TrainingData(tokenizer, length=LENGTH, rows=ROWS, seed=0)
     template = ChatTemplate(tokenizer.chat_template, bos_token="<|begin|>", eos_token="<|end|>")
     for text in ("add 1+2=", "json Ada is 34 years old.", "<|end|> is plain here"):
         ids = template.encode([{"role": "user", "content": text}], tokenizer)
-        assert ids == source.prompt(text)
+        assert ids == data.question(tokenizer, text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,14 @@ def make_vocabulary(seed: int) -> Vocabulary:
     )
 
 
+def question(tokenizer: Tokenizer, text: str) -> list[int]:
+    """What the chat template makes of a question."""
+    return [BEGIN, USER, *tokenizer.encode(text), BOT]
+
+
+Draw = Callable[[random.Random], tuple[list[int], list[int]]]  # a question, and the answer to it
+
+
 @dataclass(frozen=True)
 class Batch:
     """token_ids, documents int64 (rows, T + 1); weights float32 (rows, T + 1): 1 where a token is to be learned.
@@ -125,7 +134,7 @@ class TrainingData:
                 self._pack(batch, r, draw, rng)
         return batch
 
-    def _pack(self, batch: Batch, r: int, draw, rng: random.Random) -> None:  # type: ignore[no-untyped-def]
+    def _pack(self, batch: Batch, r: int, draw: Draw, rng: random.Random) -> None:
         """Fill a row with questions and answers; only answers are learned."""
         end = document = 0
         while True:
@@ -142,13 +151,9 @@ class TrainingData:
     def _task(self, rng: random.Random) -> tuple[list[int], list[int]]:
         family, level = rng.choices(self._cells, self._cell_weights)[0]
         task = family.task(rng, level, held_out=False)
-        return self.prompt(task.prompt), [*self._tokenizer.encode(task.answer), END]
+        return question(self._tokenizer, task.prompt), [*self._tokenizer.encode(task.answer), END]
 
     def _speech(self, rng: random.Random) -> tuple[list[int], list[int]]:
         """A speech, and the one that follows it in its play."""
         i = rng.randrange(len(self._speeches) - 1)
         return [BEGIN, USER, *self._speeches[i][:80], BOT], [*self._speeches[i + 1][:170], END]
-
-    def prompt(self, text: str) -> list[int]:
-        """What the chat template makes of a question."""
-        return [BEGIN, USER, *self._tokenizer.encode(text), BOT]

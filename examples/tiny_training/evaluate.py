@@ -12,7 +12,7 @@ from torch.nn import functional
 from minserve.tasks.families import FAMILIES
 from minserve.text.tokenizer import Tokenizer
 
-from .data import BEGIN, BOT, END, USER, plays
+from .data import BEGIN, END, plays, question
 from .network import Network
 
 _LENGTH = 256  # of a piece of text
@@ -28,8 +28,7 @@ class Evaluation:
             for level in family.levels:
                 tasks = [family.task(rng, level, held_out=True) for _ in range(num_tasks)]
                 self._cells[f"{family.name} {level}"] = [
-                    ([BEGIN, USER, *tokenizer.encode(task.prompt), BOT], [*tokenizer.encode(task.answer), END])
-                    for task in tasks
+                    (question(tokenizer, task.prompt), [*tokenizer.encode(task.answer), END]) for task in tasks
                 ]
         text = plays()[1]
         ids = np.array(tokenizer.encode(text), np.int64)

@@ -71,7 +71,7 @@ class OutputProcessor:
                     self.fail(state, error)
                     continue
                 seq.needs_prompt_logits = state.num_missing_prompt_logprobs > 0
-            seq.num_computed_tokens += item.num_tokens - item.num_drafted  # of the guesses, nobody knows yet
+            seq.num_computed_tokens += item.num_known  # of the guesses, nobody knows yet
             if seq.num_computed_tokens < len(seq.token_ids):
                 self._blocks.commit(seq)
                 continue

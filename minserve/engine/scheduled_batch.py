@@ -31,6 +31,11 @@ class ScheduledSequence:
         return 0 if self.draft is None else len(self.draft)
 
     @property
+    def num_known(self) -> int:
+        """Tokens that are not guessed."""
+        return self.num_tokens - self.num_drafted
+
+    @property
     def token_ids(self) -> array[int]:
         """The tokens that are computed, the guessed ones too."""
         first = self.seq.num_computed_tokens

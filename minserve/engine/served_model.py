@@ -130,15 +130,7 @@ class ServedModel:
         self.engine = self._engine_over(ModelRunner(self._transformer, kv_cache), self.engine_config)
 
     def _new_kv_cache(self, config: EngineConfig) -> KVCache:
-        model = self.config
-        return KVCache(
-            model.num_hidden_layers,
-            config.num_kv_blocks,
-            config.block_size,
-            model.num_key_value_heads,
-            model.head_dim,
-            self.kv_cache_dtype,
-        )
+        return KVCache.of_model(self.config, config.num_kv_blocks, config.block_size, self.kv_cache_dtype)
 
     def new_runner(self, **overrides: Any) -> ModelRunner:
         """This model with a KV cache of its own. overrides: fields of EngineConfig. Raises ParameterError."""

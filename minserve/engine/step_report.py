@@ -41,7 +41,7 @@ class StepReport:
         """The scheduler has decided."""
         if self._wanted:
             blocks = self._scheduler.blocks
-            self._num_decodes = sum(1 for item in batch.items if is_decode(item))
+            self._num_decodes = sum(1 for item in batch.items if _is_decode(item))
             self._num_drafted = sum(item.num_drafted for item in batch.items)
             self._used_blocks = blocks.pool.num_used
             new_tokens = sum(item.num_tokens for item in batch.items)
@@ -116,6 +116,6 @@ class StepReport:
         )
 
 
-def is_decode(item: ScheduledSequence) -> bool:
+def _is_decode(item: ScheduledSequence) -> bool:
     """Does it compute one token of an answer, and perhaps guesses? (Asked before num_computed_tokens moves.)"""
-    return item.num_tokens - item.num_drafted == 1 and item.seq.num_computed_tokens >= item.seq.num_prompt_tokens
+    return item.num_known == 1 and item.seq.num_computed_tokens >= item.seq.num_prompt_tokens

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from minserve.errors import ParameterError, check_whole_number, shown
+from minserve.model.config import ModelConfig
 from minserve.ops.quantized_kv import KVLayer, QuantizedKV
 
 KV_CACHE_DTYPES = ("float32", "float16", "int8")
@@ -64,6 +65,11 @@ class KVCache:
                 f"the KV cache needs {gib:.1f} GiB and that much memory is not to be had; "
                 "give a smaller max_model_len or num_kv_blocks"
             ) from error
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, num_blocks: int, block_size: int, dtype: str) -> KVCache:
+        """A cache for this model's layers and heads."""
+        return cls(model.num_hidden_layers, num_blocks, block_size, model.num_key_value_heads, model.head_dim, dtype)
 
     def copy_blocks(self, src: Seq[int], dst: Seq[int]) -> None:
         """Copy block src[i] to block dst[i] in all layers, for every i: what copy-on-write does before a write.

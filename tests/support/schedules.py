@@ -245,7 +245,7 @@ class Watch:
         assert tokens <= scheduler.config.token_budget, f"{tokens} tokens exceed the budget"
         assert len({item.seq for item in batch}) == len(batch), "a sequence is in the batch twice"
         assert all(item.num_tokens > 0 for item in batch), "a sequence is in the batch for nothing"
-        counts = {item.seq: item.num_tokens - item.num_drafted for item in batch}
+        counts = {item.seq: item.num_known for item in batch}
         for seq in decodes:
             if seq.num_preemptions == preemptions[seq]:
                 assert counts.get(seq) == 1, "a running decode did not get its token"

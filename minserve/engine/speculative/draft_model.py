@@ -43,16 +43,9 @@ class DraftModel:
 
     def new_proposer(self, config: EngineConfig) -> DraftModelProposer:
         """A proposer for an engine of that config. Its pool holds what the engine's does, and everybody's guesses."""
-        model, block_size = self.config, config.block_size
+        block_size = config.block_size
         num_blocks = config.num_kv_blocks + config.seats * (1 + -(-config.num_speculative_tokens // block_size))
-        kv_cache = KVCache(
-            model.num_hidden_layers,
-            num_blocks,
-            block_size,
-            model.num_key_value_heads,
-            model.head_dim,
-            self._backend.kv_cache_dtype,
-        )
+        kv_cache = KVCache.of_model(self.config, num_blocks, block_size, self._backend.kv_cache_dtype)
         return DraftModelProposer(
             ModelRunner(self._transformer, kv_cache),
             Sampler(self._backend),

@@ -102,7 +102,7 @@ class Speculation:
 
     def stepped(self, batch: Seq[ScheduledSequence], num_tokens: int, seconds: float) -> None:
         """A step is over: it gave so many tokens."""
-        only_decodes = all(item.num_tokens - item.num_drafted == 1 for item in batch)
+        only_decodes = all(item.num_known == 1 for item in batch)
         if only_decodes and len(batch) == self._num_decodes:
             self.pace.note(len(batch), drafted=self._drafted, seconds=seconds, tokens=num_tokens)
         self._num_decodes = 0
