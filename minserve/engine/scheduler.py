@@ -158,8 +158,9 @@ class Scheduler:
         """Put a running sequence's next tokens into the batch, at the cost of the last in order if need be."""
         while (copies := self.blocks.allocate(seq, num_tokens + len(draft or ()))) is None:
             if draft is not None and draft.optional:  # guesses are not worth another one's blocks
-                own_slots = len(seq.block_table) * self.blocks.block_size - seq.num_computed_tokens - num_tokens
-                draft = draft.first(min(own_slots, len(draft) - 1))
+                end = seq.num_computed_tokens + num_tokens
+                own_blocks = max(len(seq.block_table), self.blocks.blocks_for(end))  # that it needs anyway
+                draft = draft.first(min(own_blocks * self.blocks.block_size - end, len(draft) - 1))
                 continue
             victim = self.running[-1]
             self._preempt(victim, batch)
