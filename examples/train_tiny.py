@@ -54,10 +54,10 @@ RECIPES = {
         _config(
             hidden_size=96, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1, intermediate_size=192
         ),
-        steps=2400,
+        steps=3200,
         rows=16,
         rate=1e-2,
-        text_share=0.8,
+        text_share=0.75,
         distil=0.1,
     ),
 }

@@ -1,4 +1,4 @@
-"""Tasks: prompts and their answers, what is kept from training, and the suite that models are measured on."""
+"""Tasks: prompts, their answers and their sizes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import random
 import re
 import statistics
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
 from minserve.errors import ParameterError
+from minserve.tasks import families
 from minserve.tasks.families import FAMILIES
-from minserve.tasks.suite import held_out_tasks, suite_digest
 from minserve.tasks.task import Family, Task
 from minserve.tasks.words import CITIES, JOBS, NAMES, THINGS, made_up_word
 
@@ -23,7 +24,7 @@ CELL_IDS = [f"{family.name} {level}" for family, level in CELLS]
 def drawn(family: Family, level: int, count: int, seed: int = 0) -> list[str]:
     """That many prompts, held out or not."""
     rng = random.Random(f"{seed} {family.name} {level}")
-    return [family.draw(rng, family.sizes[level - 1]) for _ in range(count)]
+    return [family.prompt(rng, level) for _ in range(count)]
 
 
 # --- answers -------------------------------------------------------------------------------------------------------
@@ -160,6 +161,94 @@ def test_white_space_inside_an_answer_counts() -> None:
 
 # --- difficulty ----------------------------------------------------------------------------------------------------
 
+FIRST_SIZES = dict.fromkeys(FAMILIES, 1) | {"json": 2}  # a sentence has two fields at least
+# The size of a prompt, read off the prompt.
+SIZE_OF: dict[str, Callable[[str], int]] = {
+    "add": lambda question: max(map(len, question.rstrip("=").split("+"))),
+    "sort": len,
+    "close": len,
+    "json": lambda question: FAMILIES["json"].solve(f"json {question}").count('":'),
+    "flip": lambda question: len(question.split(" ")),
+    "reverse": len,
+    "find": lambda question: question.count(",", 0, question.index(":")) + 1,
+    "echo": lambda question: len(question.split(" ")),
+}
+
+
+def size_of(prompt: str) -> int:
+    name, question = prompt.split(" ", 1)
+    return SIZE_OF[name](question)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_every_size_is_of_one_level(family: Family) -> None:
+    """From the first to the largest: a size between two levels' was one that no model had ever seen."""
+    sizes = [size for level in family.sizes for size in level]
+    assert sizes == list(range(FIRST_SIZES[family.name], family.sizes[-1][-1] + 1))
+    assert all(len(level) > 0 for level in family.sizes)
+
+
+def test_sizes_for_people() -> None:
+    close, add = FAMILIES["close"], FAMILIES["add"]
+    assert [close.size_text(level) for level in close.levels] == ["1-4", "5-8", "9-14", "15-20"]
+    assert [add.size_text(level) for level in add.levels] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_the_example_is_a_task(family: Family) -> None:
+    name, question = family.example.split(" ", 1)
+    assert name == family.name
+    assert size_of(family.example) in family.sizes[0] or size_of(family.example) in family.sizes[1]
+    assert family.solve(family.example) == OTHER_SOLVERS[name](question)
+    assert f"    {name:<9}{question:<27}{family.solve(family.example)}\n" in str(families.__doc__)
+
+
+@pytest.mark.parametrize(("family", "level"), CELLS, ids=CELL_IDS)
+def test_all_sizes_of_a_level_are_drawn_and_no_others(family: Family, level: int) -> None:
+    sizes = family.sizes[level - 1]
+    counts = Counter(size_of(prompt) for prompt in drawn(family, level, 240))
+    assert sorted(counts) == list(sizes)
+    assert min(counts.values()) > 240 / len(sizes) / 2
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_prompt_has_the_size_that_was_asked_for(family: Family) -> None:
+    """Brackets above all: one more was drawn where all that were open had been closed."""
+    rng = random.Random(family.name)
+    for size in (size for level in family.sizes for size in level):
+        assert {size_of(family.draw(rng, size)) for _ in range(100)} == {size}
+
+
+def test_a_bracket_is_open_at_the_end() -> None:
+    rng = random.Random(0)
+    for length in range(1, 21):
+        assert all(by_cancelling(FAMILIES["close"].draw(rng, length)[6:]) for _ in range(100))
+
+
+def test_terms_of_a_sum_may_be_of_unequal_length() -> None:
+    """In either order, and in half of the sums at most: `add 12+7=` was never trained on."""
+    rng = random.Random(0)
+    sums = [FAMILIES["add"].draw(rng, 3)[4:-1].split("+") for _ in range(2000)]
+    lengths = Counter((len(a), len(b)) for a, b in sums)
+    assert set(lengths) == {(3, 3), (3, 2), (2, 3), (3, 1), (1, 3)}
+    assert 0.62 < lengths[3, 3] / len(sums) < 0.72  # half of them, and a third of the other half
+    assert all(str(int(term)) == term for pair in sums for term in pair)  # no zeros in front
+
+
+def test_some_names_are_looked_up_or_all() -> None:
+    rng = random.Random(0)
+    prompts = [FAMILIES["find"].draw(rng, 3) for _ in range(600)]
+    counts = Counter(prompt.split(":")[1].count(",") + 1 for prompt in prompts)
+    assert set(counts) == {1, 2, 3}
+    assert 0.6 < counts[3] / len(prompts) < 0.74  # as with sums
+
+
+def test_words_to_repeat_are_names_of_things_and_made_up_ones() -> None:
+    rng = random.Random(0)
+    words = [word for _ in range(200) for word in FAMILIES["echo"].draw(rng, 10).split(" ")[1:]]
+    assert 0.6 < statistics.mean(word in THINGS for word in words) < 0.75
+    assert {len(word) for word in words if word not in THINGS} == {2, 3, 4, 5, 6}
+
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_levels_grow_harder(family: Family) -> None:
@@ -186,94 +275,3 @@ def test_words() -> None:
     made_up = [made_up_word(rng, length) for length in (1, 3, 9) for _ in range(100)]
     assert [len(word) for word in made_up] == [1] * 100 + [3] * 100 + [9] * 100
     assert all(word.isalpha() and word.islower() for word in made_up)
-
-
-# --- held out ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("family", "level"), CELLS, ids=CELL_IDS)
-def test_training_never_sees_what_is_held_out(family: Family, level: int) -> None:
-    rng = random.Random(level)
-    trained, held_out = ({family.task(rng, level, held_out=held).prompt for _ in range(400)} for held in (False, True))
-    assert not {family.key(prompt) for prompt in trained} & {family.key(prompt) for prompt in held_out}
-
-
-def test_a_sum_and_its_turned_one_are_one_question() -> None:
-    add = FAMILIES["add"]
-    for a in range(120):
-        for b in range(a):
-            assert add.is_held_out(f"add {a}+{b}=") == add.is_held_out(f"add {b}+{a}=")
-    trained = {add.task(random.Random(seed), 2, held_out=False).prompt for seed in range(3000)}
-    turned = {"add {1}+{0}=".format(*prompt[4:-1].split("+")) for prompt in trained}
-    assert len(trained - turned) > 1000  # it is not that both were drawn
-    assert not any(add.is_held_out(prompt) for prompt in trained | turned)
-
-
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_one_in_ten_is_held_out(family: Family) -> None:
-    keys = {family.key(prompt): prompt for level in family.levels[1:] for prompt in drawn(family, level, 2500)}
-    assert len(keys) > 1000
-    share = statistics.mean(family.is_held_out(prompt) for prompt in keys.values())
-    # Four standard errors of a share of a tenth: one false alarm in 2,000 families, were the seeds not fixed.
-    assert abs(share - 0.1) < 4 * (0.09 / len(keys)) ** 0.5
-
-
-# --- the suite -----------------------------------------------------------------------------------------------------
-
-
-def test_the_suite_is_the_same_everywhere() -> None:
-    """A new digest means that models measured before and after are not comparable."""
-    assert suite_digest(held_out_tasks()) == "12b7a61b09c94cadc1a5c6dc0870728fbd388d103fa0cddaf566bbfa8a0d8a84"
-    first = held_out_tasks(1, families=["add", "close", "json"], levels=[2])
-    assert [task.prompt for task in first] == ["add 87+13=", "close (([])[]{", "json Vera is 67 and lives in Sofia."]
-    assert held_out_tasks(3) == held_out_tasks(3) != held_out_tasks(3, seed=1)
-
-
-def test_every_task_of_the_suite_is_held_out_and_there_once() -> None:
-    tasks = held_out_tasks(50)
-    keys = [FAMILIES[task.family].key(task.prompt) for task in tasks]
-    assert len(set(keys)) == len(keys)
-    for task in tasks:
-        family = FAMILIES[task.family]
-        assert family.is_held_out(task.prompt)
-        assert task.answer == family.solve(task.prompt)
-    counts = Counter((task.family, task.level) for task in tasks)
-    assert {cell: count for cell, count in counts.items() if count != 50} == {("add", 1): 6, ("close", 1): 23}
-    assert len(counts) == len(CELLS)
-
-
-def test_a_cell_gives_no_more_than_it_has() -> None:
-    """Of the 55 sums of two digits, each counted once."""
-    add = FAMILIES["add"]
-    there_are = {add.key(p) for a in range(10) for b in range(10) if add.is_held_out(p := f"add {a}+{b}=")}
-    tasks = held_out_tasks(10**9, families=["add"], levels=[1])
-    assert {add.key(task.prompt) for task in tasks} == there_are
-    assert len(tasks) == len(there_are)
-
-
-def test_fewer_tasks_families_and_levels_are_a_part_of_the_whole() -> None:
-    whole = held_out_tasks(8)
-    assert whole[: len(CELLS) * 5] == held_out_tasks(5)  # no cell is short of 5
-    assert [(task.family, task.level) for task in whole[: len(CELLS)]] == [(f.name, level) for f, level in CELLS]
-    some = held_out_tasks(8, families=["echo", "flip", "echo"], levels=[4, 2])
-    assert some == tuple(task for task in whole if task.family in ("echo", "flip") and task.level in (2, 4))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num": 0}, "num must be a whole number of at least 1"),
-        ({"seed": -1}, "seed must be a whole number of at least 0"),
-        ({"families": ["sorts"]}, r"families must be of add, sort, .*, not 'sorts' \(did you mean sort\?\)"),
-        ({"families": [7]}, "families must be of .*, not 7"),
-        ({"families": []}, "families must be a list of names"),
-        ({"families": "add"}, "families must be a list of names"),
-        ({"levels": []}, "levels must be a list of whole numbers"),
-        ({"levels": "1"}, "levels must be a list of whole numbers"),
-        ({"levels": [1, 5]}, "levels must be a whole number from 1 to 4, not 5"),
-        ({"levels": [0]}, "levels must be a whole number from 1 to 4, not 0"),
-    ],
-)
-def test_a_suite_that_cannot_be(options: dict, message: str) -> None:
-    with pytest.raises(ParameterError, match=message):
-        held_out_tasks(**options)

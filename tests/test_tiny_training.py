@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -43,11 +44,25 @@ def batches(data: ModuleType, tokenizer: Tokenizer) -> list:
 
 
 def documents_of(batch: object, row: int) -> Iterator[tuple[list[int], list[float]]]:
-    """The row's stretches of one document: token ids and weights."""
+    """The row's conversations: token ids and weights, without what is left of the row when the next one did not fit."""
     ids, documents, weights = batch.token_ids[row], batch.documents[row], batch.weights[row]  # type: ignore[attr-defined]
+    filled = np.flatnonzero(weights)[-1] + 1  # the last answer's end
+    assert not ids[filled:].any()
+    ids, documents, weights = ids[:filled], documents[:filled], weights[:filled]
     for document in range(documents.max() + 1):
         here = documents == document
         yield ids[here].tolist(), weights[here].tolist()
+
+
+def questions_of(batch: object, row: int) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """Of each of the row's conversations, its questions and answers, without the control tokens around them."""
+    for ids, _ in documents_of(batch, row):
+        turns = []
+        while ids:
+            bot, end = ids.index(2), ids.index(3)
+            turns.append((ids[ids.index(1) + 1 : bot], ids[bot + 1 : end]))
+            del ids[: end + 1]
+        yield turns
 
 
 # --- the vocabulary ------------------------------------------------------------------------------------------------
@@ -123,6 +138,14 @@ def test_documents_are_numbered_in_their_order(batches: list) -> None:
         assert set(np.unique(steps)) <= {0, 1}
 
 
+def of_answers(ids: list[int]) -> Iterator[int]:
+    """1 behind <|bot|>, up to and with <|end|>; else 0."""
+    inside = 0
+    for token in ids:
+        yield inside
+        inside = int(token == 2 or (inside and token != 3))
+
+
 def test_a_row_is_text_or_whole_questions_and_answers(data: ModuleType, tokenizer: Tokenizer, batches: list) -> None:
     """Of text everything is learned, of the others the answer and its end, and nothing of what is left of a row."""
     text = tokenizer.encode(data.plays()[0])
@@ -138,15 +161,13 @@ def test_a_row_is_text_or_whole_questions_and_answers(data: ModuleType, tokenize
                 assert all(tuple(ids[i : i + 12]) in after for i in range(1, LENGTH - 10))
                 continue
             kinds["speech" if batch.is_text[row] else "task"] += 1
-            documents = list(documents_of(batch, row))
-            if not any(documents[-1][1]):  # what is left of the row when the next one did not fit; there may be nothing
-                assert not any(documents.pop()[0])
-            for these, learned in documents:
-                start = these.index(data.BOT) + 1
+            for these, learned in documents_of(batch, row):
+                marks = [i for i in these if i in (data.BEGIN, data.USER, data.BOT, data.END)]
+                turns = marks.count(data.END)
+                assert marks == [data.BEGIN, *[data.USER, data.BOT, data.END] * turns]
                 assert these[:2] == [data.BEGIN, data.USER]
-                assert learned == [0] * start + [1] * (len(these) - start)
-                assert [i for i in these if i in (data.BEGIN, data.USER, data.BOT, data.END)] == [0, 1, 2, 3]
                 assert these[-1] == data.END
+                assert learned == list(of_answers(these))
     shares = {kind: count / (ROWS * len(batches)) for kind, count in kinds.items()}
     assert shares == pytest.approx({"text": 0.22, "speech": 0.08, "task": 0.7}, abs=0.03)
 
@@ -158,9 +179,8 @@ def test_no_batch_holds_a_held_out_question(tokenizer: Tokenizer, batches: list)
     num_tasks = 0
     for batch in batches:
         for row in np.flatnonzero(~batch.is_text):
-            for ids in (ids for ids, weights in documents_of(batch, row) if any(weights)):
-                start = ids.index(2) + 1
-                prompt, answer = tokenizer.decode(ids[2 : start - 1]), tokenizer.decode(ids[start:-1])
+            for question, answer_ids in (turn for turns in questions_of(batch, row) for turn in turns):
+                prompt, answer = tokenizer.decode(question), tokenizer.decode(answer_ids)
                 family = FAMILIES[prompt.split(" ")[0]]
                 assert not family.is_held_out(prompt), prompt
                 assert family.key(prompt) not in suite
@@ -169,6 +189,37 @@ def test_no_batch_holds_a_held_out_question(tokenizer: Tokenizer, batches: list)
                 num_tasks += 1
     assert num_tasks > 3000
     assert {name for name, _ in cells} == set(FAMILIES)
+
+
+def test_conversations_have_several_questions(batches: list) -> None:
+    """Of the questions behind the first of a row, four in ten go on with a conversation; a model that had been trained
+    on one question alone answered the second by nothing."""
+    lengths = Counter(
+        len(turns) for batch in batches for row in np.flatnonzero(~batch.is_text) for turns in questions_of(batch, row)
+    )
+    going_on = sum((length - 1) * count for length, count in lengths.items())
+    rows = sum(int((~batch.is_text).sum()) for batch in batches)
+    questions = sum(length * count for length, count in lengths.items())
+    assert going_on / (questions - rows) == pytest.approx(0.4, abs=0.02)
+    assert lengths[1] > lengths[2] > lengths[3] > lengths[4] > 0
+
+
+def test_the_template_makes_the_conversation_that_was_trained_on(
+    data: ModuleType, tokenizer: Tokenizer, batches: list
+) -> None:
+    template = ChatTemplate(tokenizer.chat_template, bos_token="<|begin|>", eos_token="<|end|>")
+    seen = 0
+    for row in np.flatnonzero(~batches[0].is_text):
+        for (ids, _), turns in zip(documents_of(batches[0], row), questions_of(batches[0], row), strict=True):
+            roles = [("user", "assistant") for _ in turns]
+            messages = [
+                {"role": role, "content": tokenizer.decode(text)}
+                for names, turn in zip(roles, turns, strict=True)
+                for role, text in zip(names, turn, strict=True)
+            ]
+            assert [*template.encode(messages[:-1], tokenizer), *turns[-1][1], data.END] == ids
+            seen += len(turns) > 2
+    assert seen > 3
 
 
 def test_the_template_makes_the_prompt_that_was_trained_on(data: ModuleType, tokenizer: Tokenizer) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from minserve import LLM, SamplingParams
 from minserve.events import Accepted, RejectedDraft
 from minserve.quantize.evaluation import perplexity
-from minserve.quantize.task_evaluation import evaluate_tasks
+from minserve.quantize.task_evaluation import MARGIN, evaluate_tasks
 from minserve.quantize.task_report import TaskReport
 from minserve.tasks.families import FAMILIES
 from minserve.tasks.suite import held_out_tasks
+from minserve.tasks.task import Task
 
 from .data import plays
 
 _NUM_TASKS = 100  # a family and level
+_NUM_CONVERSATIONS, _QUESTIONS = 400, 3  # conversations, and the questions of each
 _TEXTS, _BEGINNING, _LONGEST = 64, 120, 128  # pieces of text to go on from, their characters, tokens of an answer
 
 _HEAD = """\
@@ -29,6 +32,21 @@ plays, to no great purpose, and do short exercises whose answers a program can v
 Trained by `examples/train_tiny.py` (PyTorch, CPU) on the plays in `examples/tiny_training/plays.txt`, which are in the
 public domain, and on exercises that `minserve.tasks` makes up. Weights: Apache-2.0, float16. `tiny-int8` and
 `tiny-draft-int8` are the same files, rounded to 8 bits when they are opened.
+"""
+_LIMITS = """\
+## What they cannot
+
+Most of it. They are no assistants, and nothing that they say is information.
+
+- **Larger sizes.** Every size up to the largest of the table was trained on, and none beyond it, where nothing is
+  promised. Of questions that are one larger, {target} answers exactly:
+  {larger}.
+- **Other families.** Nobody showed them how to subtract, or to sort letters. They answer such a question all the same.
+- **Other wording.** An exercise has one form, the family's name and the question: `add 12+7=` is answered, "What is 12
+  plus 7?" is not. The sentences of `json` have a few forms, and the words are those of `minserve/tasks/words.py`.
+- **Other languages.** They have read English plays, and the exercises.
+- **Facts and conversation.** Text that is no exercise is gone on with, or answered, in the manner of the plays. Of what
+  was said before they use nothing: in a conversation, each question is answered for itself.
 """
 
 
@@ -45,7 +63,7 @@ def write_card(
     quick: with few tasks and little text, to see that it works.
     """
     target, draft = list(files)
-    tasks = held_out_tasks(2 if quick else _NUM_TASKS)
+    tasks, num_conversations = held_out_tasks(2 if quick else _NUM_TASKS), 8 if quick else _NUM_CONVERSATIONS
     reports = {
         name: evaluate_tasks(LLM(file), tasks, progress=lambda done, total: progress("answer", done, total))
         for name, file in files.items()
@@ -56,6 +74,9 @@ def write_card(
     lines += [f"| {what} | {values} |" for what, values in facts.items()]
     rows = {
         "exercises, mean of all families and levels": [f"{100 * r.overall.rate:.1f} %" for r in reports.values()],
+        "answers to the third question of one conversation that are exact": [
+            f"{100 * last_answers(file, num_conversations):.1f} %" for file in files.values()
+        ],
         "AUC of confidence": ["-" if r.auc is None else f"{r.auc:.3f}" for r in reports.values()],
         "bits a byte of held-out text": [f"{value:.3f}" for value in bits.values()],
     }
@@ -70,19 +91,68 @@ def write_card(
         "trained on (`a+b` and `b+a` are one question). An answer is right if it is exact. Confidence is the smallest "
         "probability that a model gave to a token of its answer; the AUC says how well it tells right from wrong.",
         "",
+        f"The {num_conversations} conversations have {_QUESTIONS} held-out questions each, of families and levels that "
+        f"are drawn; before the last one stand the model's own answers to the others, right or wrong.",
+        "",
         *_table(reports),
+        "",
+        _LIMITS.format(target=target, larger=larger_sizes(files[target], 2 if quick else _NUM_TASKS)).strip(),
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _table(reports: Mapping[str, TaskReport]) -> list[str]:
-    lines = ["| exercise | level | size | " + " | ".join(reports) + " |", "|---|---|---|" + "---|" * len(reports)]
+    """A row for each level; what the family asks, and an example, stand in the first."""
+    lines = ["| exercise | example | level | size | " + " | ".join(reports) + " |", "|---" * (4 + len(reports)) + "|"]
     for family in FAMILIES.values():
+        what = f"{family.name}: {family.description} | `{family.example}` gives `{family.solve(family.example)}`"
         for level in family.levels:
             rates = [report.cells[family.name, level].rate for report in reports.values()]
             shares = " | ".join(f"{100 * rate:.0f} %" for rate in rates)
-            lines.append(f"| {family.name}: {family.description} | {level} | {family.sizes[level - 1]} | {shares} |")
+            lines.append(f"| {what} | {level} | {family.size_text(level)} | {shares} |")
+            what = " | "
     return lines
+
+
+def last_answers(file: Path, num_conversations: int) -> float:
+    """The share of exact answers to the last question of a conversation, behind the model's own answers to the others.
+
+    The questions are held out, of any family and level, and the same for every model.
+    """
+    rng = random.Random("conversations")
+    cells = [(family, level) for family in FAMILIES.values() for level in family.levels]
+
+    def question() -> Task:
+        family, level = rng.choice(cells)
+        return family.task(rng, level, held_out=True)
+
+    asked = [[question() for _ in range(_QUESTIONS)] for _ in range(num_conversations)]
+    conversations: list[list[dict[str, str]]] = [[] for _ in asked]
+    llm = LLM(file)
+    for turn in range(_QUESTIONS):
+        params = []
+        for conversation, tasks in zip(conversations, asked, strict=True):
+            conversation.append({"role": "user", "content": tasks[turn].prompt})
+            most = len(llm.tokenizer.encode(tasks[turn].answer)) + MARGIN
+            params.append(SamplingParams(temperature=0.0, max_tokens=most))
+        answers = [output.outputs[0] for output in llm.chat(conversations, params)]
+        for conversation, answer in zip(conversations, answers, strict=True):
+            conversation.append({"role": "assistant", "content": answer.text})
+    right = [
+        answer.finish_reason == "stop" and tasks[-1].verify(answer.text)
+        for answer, tasks in zip(answers, asked, strict=True)
+    ]
+    return sum(right) / len(right)
+
+
+def larger_sizes(file: Path, num: int) -> str:
+    """The share of exact answers to `num` questions of one size beyond the largest, a family: "add of 5, 2 %; ..."."""
+    rng = random.Random("larger")
+    sizes = {family.name: family.sizes[-1][-1] + 1 for family in FAMILIES.values() if family.name != "json"}
+    prompts = [(FAMILIES[name], FAMILIES[name].draw(rng, size)) for name, size in sizes.items() for _ in range(num)]
+    tasks = [Task(family.name, family.levels[-1] + 1, prompt, family.solve(prompt)) for family, prompt in prompts]
+    rates = evaluate_tasks(LLM(file), tasks).families
+    return "; ".join(f"{name} of {size}, {100 * rates[name].rate:.0f} %" for name, size in sizes.items())
 
 
 def acceptance(target: Path, draft: Path, num_seeds: int) -> float:

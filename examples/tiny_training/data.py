@@ -29,6 +29,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|bot|>' }}{% endif %}"
 )
 # How often each kind of row, family and level is drawn. A longer answer teaches more, so it is asked for less.
+_FOLLOW = 0.4  # of the questions, those that go on with the conversation of the one before
 _SPEECH_SHARE = 8 / 30  # of the rows of text, those of speeches
 _FAMILY_WEIGHTS = {
     "add": 3.0,
@@ -135,10 +136,14 @@ class TrainingData:
         return batch
 
     def _pack(self, batch: Batch, r: int, draw: Draw, rng: random.Random) -> None:
-        """Fill a row with questions and answers; only answers are learned."""
-        end = document = 0
+        """Fill a row with conversations of questions and answers; only answers are learned."""
+        end, document = 0, -1
         while True:
             prompt, answer = draw(rng)
+            if end and rng.random() < _FOLLOW:
+                prompt = prompt[1:]  # without BEGIN
+            else:
+                document += 1
             start, end = end, end + len(prompt) + len(answer)
             if end > self.length + 1:
                 batch.documents[r, start:] = document
@@ -146,7 +151,6 @@ class TrainingData:
             batch.token_ids[r, start:end] = prompt + answer
             batch.weights[r, start + len(prompt) : end] = 1
             batch.documents[r, start:end] = document
-            document += 1
 
     def _task(self, rng: random.Random) -> tuple[list[int], list[int]]:
         family, level = rng.choices(self._cells, self._cell_weights)[0]

@@ -25,7 +25,7 @@ from .network import Network
 _WARM_UP = 40  # steps
 _FLAT = 0.3  # share of the steps before the rate begins to fall
 _LAST_RATE = 0.02
-_LONG = 0.85  # share of the steps after which rows have the whole context
+_LONG = 0.75  # share of the steps after which rows have the whole context
 _TEXT_WEIGHT = 0.5  # of a token of a play, beside one of an answer
 
 

@@ -53,14 +53,14 @@ KNOWN: Mapping[str, KnownModel] = MappingProxyType(
             *_built_in(
                 "tiny",
                 "2.6 million parameters: lines in the manner of Shakespeare, and small exercises, F16",
-                5_152_160,
-                "34e143595eef9d98882fd57515f46306abe3e1d321f0e82f96f8f48789aafb3c",
+                5_152_064,
+                "0271bde8ad7295df47ef297fc93deedc705aa7acb43e340a23c4669b75fdb2c0",
             ),
             *_built_in(
                 "tiny-draft",
                 "a tenth of tiny, on the same tokens: drafts what tiny will say, F16",
-                546_272,
-                "f89291b3b043f823dcfab04a9025e39cfc0a742b182a50b930993f4abeb6413b",
+                546_176,
+                "b621e3a2740f191eef15df3de7337ec6897141a40b4be71daf415ed031eea1b3",
             ),
         )
     }

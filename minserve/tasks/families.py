@@ -2,14 +2,14 @@
 
 A prompt is the family's name and the question:
 
-    add      12+34=                        46
-    sort     40718                         01478
-    close    ([{}                          ])
-    json     Ada, 34, is a nurse in Rome.  {"name":"Ada","age":34,...}
-    flip     k t a                         a t k
-    reverse  shand                         dnahs
-    find     cat41,owl07:owl,cat           owl07,cat41
-    echo     ship moon                     ship moon
+    add      12+7=                      19
+    sort     40718                      01478
+    close    ([{}                       ])
+    json     Ada is 34 years old.       {"name":"Ada","age":34}
+    flip     k t a                      a t k
+    reverse  shand                      dnahs
+    find     cat41,owl07,ant93:owl,cat  owl07,cat41
+    echo     ship moon star             ship moon star
 
 White space around an answer does not count, all else does (Task.verify).
 """
@@ -34,9 +34,15 @@ def _rest(prompt: str) -> str:
     return prompt.split(" ", 1)[1]
 
 
+def _number(rng: random.Random, digits: int) -> int:
+    return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
+
+
 def _draw_add(rng: random.Random, digits: int) -> str:
-    low, high = (10 ** (digits - 1) if digits > 1 else 0), 10**digits - 1
-    return f"add {rng.randint(low, high)}+{rng.randint(low, high)}="
+    """digits: of the longer number. In half of the sums the other one is as long."""
+    terms = [_number(rng, digits), _number(rng, rng.choice([digits, rng.randint(1, digits)]))]
+    rng.shuffle(terms)
+    return "add {}+{}=".format(*terms)
 
 
 def _terms(prompt: str) -> list[int]:
@@ -63,8 +69,9 @@ def _draw_close(rng: random.Random, length: int) -> str:
     """Brackets, of which some are closed again; one at least is open at the end."""
     text = ""
     open_ones: list[str] = []
-    while len(text) < length or not open_ones:
-        if open_ones and rng.random() < 0.35:
+    while len(text) < length:
+        must_stay = len(open_ones) == 1 and len(text) == length - 1
+        if open_ones and not must_stay and rng.random() < 0.35:
             text += _CLOSING[open_ones.pop()]
         else:
             open_ones.append(rng.choice("([{"))
@@ -110,9 +117,12 @@ def _draw_sentence(rng: random.Random, fields: int) -> str:
     return rng.choice(_SENTENCES[fields]).format(**values)
 
 
-def _draw_json(rng: random.Random, size: int) -> str:
-    """size: fields of one sentence; 8: two sentences of four."""
-    return "json " + " ".join(_draw_sentence(rng, min(size, 4)) for _ in range(2 if size == 8 else 1))
+def _draw_json(rng: random.Random, fields: int) -> str:
+    """A sentence of 2 to 4 fields, or two sentences of more together."""
+    if fields <= 4:
+        return "json " + _draw_sentence(rng, fields)
+    first = rng.randint(max(2, fields - 4), min(4, fields - 2))
+    return f"json {_draw_sentence(rng, first)} {_draw_sentence(rng, fields - first)}"
 
 
 def _solve_json(prompt: str) -> str:
@@ -141,9 +151,11 @@ def _solve_reverse(prompt: str) -> str:
 
 
 def _draw_find(rng: random.Random, count: int) -> str:
+    """Some names of count, or all of them."""
     names = rng.sample(THINGS, count)
     pairs = ",".join(f"{name}{rng.randint(0, 99):02}" for name in names)
-    return f"find {pairs}:{','.join(rng.sample(names, count))}"
+    wanted = rng.sample(names, rng.choice([count, rng.randint(1, count)]))
+    return f"find {pairs}:{','.join(wanted)}"
 
 
 def _solve_find(prompt: str) -> str:
@@ -153,17 +165,63 @@ def _solve_find(prompt: str) -> str:
 
 
 def _draw_echo(rng: random.Random, count: int) -> str:
-    return "echo " + " ".join(rng.choice(THINGS) for _ in range(count))
+    """Two words of three are names of things, the others are made up."""
+    words = [rng.choice(THINGS) if rng.random() < 2 / 3 else made_up_word(rng, rng.randint(2, 6)) for _ in range(count)]
+    return "echo " + " ".join(words)
+
+
+def _ranges(first: int, *largest: int) -> tuple[range, ...]:
+    """The sizes of each level: from where the one before ends to its largest."""
+    lowest = (first, *(size + 1 for size in largest[:-1]))
+    return tuple(range(low, high + 1) for low, high in zip(lowest, largest, strict=True))
 
 
 _ALL = (
-    Family("add", "add two numbers of that many digits", (1, 2, 3, 4), _draw_add, _solve_add, _key_add),
-    Family("sort", "sort that many digits", (3, 5, 8, 12), _draw_sort, _solve_sort),
-    Family("close", "close the brackets that are open after that many", (4, 8, 14, 20), _draw_close, _solve_close),
-    Family("json", "the fields of a sentence as JSON; 8: of two sentences", (2, 3, 4, 8), _draw_json, _solve_json),
-    Family("flip", "that many letters in the other order", (3, 5, 8, 12), _draw_flip, _solve_flip),
-    Family("reverse", "a word of that many letters, spelled backwards", (3, 5, 7, 9), _draw_reverse, _solve_reverse),
-    Family("find", "look that many names up, in another order", (2, 3, 4, 6), _draw_find, _solve_find),
-    Family("echo", "repeat that many words", (2, 4, 7, 10), _draw_echo, _rest),
+    Family(
+        "add",
+        "add two numbers, the longer one of that many digits",
+        "add 12+7=",
+        _ranges(1, 1, 2, 3, 4),
+        _draw_add,
+        _solve_add,
+        _key_add,
+    ),
+    Family("sort", "sort that many digits", "sort 40718", _ranges(1, 3, 5, 8, 12), _draw_sort, _solve_sort),
+    Family(
+        "close",
+        "close the brackets that are open after that many",
+        "close ([{}",
+        _ranges(1, 4, 8, 14, 20),
+        _draw_close,
+        _solve_close,
+    ),
+    Family(
+        "json",
+        "that many fields as JSON, of one sentence or two",
+        "json Ada is 34 years old.",
+        _ranges(2, 2, 3, 4, 8),
+        _draw_json,
+        _solve_json,
+    ),
+    Family(
+        "flip", "that many letters in the other order", "flip k t a", _ranges(1, 3, 5, 8, 12), _draw_flip, _solve_flip
+    ),
+    Family(
+        "reverse",
+        "a word of that many letters, spelled backwards",
+        "reverse shand",
+        _ranges(1, 3, 5, 7, 9),
+        _draw_reverse,
+        _solve_reverse,
+    ),
+    Family(
+        "find",
+        "of that many names, look some up",
+        "find cat41,owl07,ant93:owl,cat",
+        _ranges(1, 2, 3, 4, 6),
+        _draw_find,
+        _solve_find,
+    ),
+    Family("echo", "repeat that many words", "echo ship moon star", _ranges(1, 2, 4, 7, 10), _draw_echo, _rest),
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _ALL})

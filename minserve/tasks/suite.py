@@ -12,6 +12,7 @@ from minserve.tasks.families import FAMILIES
 from minserve.tasks.task import Family, Task
 
 DEFAULT_NUM = 50  # tasks a family and level
+MOST_TASKS = 10_000  # a family and level; so many give a rate to 1 %, and more take gigabytes while they are asked
 # Draws in a row that bring no new question, after which a cell has no more. (`add` level 1 has 6 held-out ones.)
 _VAIN_DRAWS = 20_000
 
@@ -30,9 +31,9 @@ def held_out_tasks(
     tasks are the beginning of more. The order is a task of each cell, then another of each, so that whoever stops
     early has measured all of them alike.
 
-    Raises ParameterError for a family or level that does not exist, or none at all.
+    Raises ParameterError for a family or level that does not exist, or none at all, and for more than MOST_TASKS.
     """
-    check_whole_number("num", num, 1)
+    check_whole_number("num", num, 1, MOST_TASKS)
     check_whole_number("seed", seed, 0)
     chosen = _families(families)
     wanted = _levels(levels, chosen)
@@ -82,7 +83,7 @@ def _different(family: Family, level: int, seed: int) -> Iterator[Task]:
     seen: set[str] = set()
     vain = 0
     while vain < _VAIN_DRAWS:
-        prompt = family.draw(rng, family.sizes[level - 1])
+        prompt = family.prompt(rng, level)
         key = family.key(prompt)
         vain += 1
         if key not in seen and family.is_held_out(prompt):

@@ -30,15 +30,18 @@ class Task:
 class Family:
     """Every task of one kind.
 
-    name: the word that its prompts begin with. sizes: one entry a level, handed to `draw`.
-    draw(rng, size): a prompt. solve(prompt): the answer to a prompt that `draw` gave, worked out from the prompt
-    alone, so that whoever has only the prompt can verify an answer. key(prompt): prompts that are one question (a+b
-    and b+a) have one key.
+    name: the word that its prompts begin with. description: what they ask, in words. example: one of them.
+    sizes: of each level, those of its tasks; every size from the first to the largest is of one level, so that each is
+    of a kind that models are trained on.
+    draw(rng, size): a prompt of that size. solve(prompt): the answer to a prompt that `draw` gave, worked out from the
+    prompt alone, so that whoever has only the prompt can verify an answer. key(prompt): prompts that are one question
+    (a+b and b+a) have one key.
     """
 
     name: str
     description: str
-    sizes: tuple[int, ...]
+    example: str
+    sizes: tuple[range, ...]
     draw: Callable[[random.Random, int], str]
     solve: Callable[[str], str]
     key: Callable[[str], str] = str
@@ -47,6 +50,15 @@ class Family:
     def levels(self) -> range:
         """1, 2, ... up to the hardest."""
         return range(1, len(self.sizes) + 1)
+
+    def size_text(self, level: int) -> str:
+        """The sizes of a level that there is: 1-3, or 4 where it has one."""
+        sizes = self.sizes[level - 1]
+        return f"{sizes[0]}-{sizes[-1]}" if len(sizes) > 1 else f"{sizes[0]}"
+
+    def prompt(self, rng: random.Random, level: int) -> str:
+        """A prompt of any size of a level that there is, held out or not."""
+        return self.draw(rng, rng.choice(self.sizes[level - 1]))
 
     def is_held_out(self, prompt: str) -> bool:
         """Is this question kept from training? Decided by a hash of its key alone: about one in ten is."""
@@ -59,6 +71,6 @@ class Family:
         """
         check_whole_number("level", level, 1, len(self.sizes))
         while True:
-            prompt = self.draw(rng, self.sizes[level - 1])
+            prompt = self.prompt(rng, level)
             if self.is_held_out(prompt) == held_out:
                 return Task(self.name, level, prompt, self.solve(prompt))
