@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 Examples:
   minserve generate "What is a KV cache?"     an answer from SmolLM2-135M-Instruct
+  minserve generate -m tiny "sort 40718"      from a built-in model: nothing to fetch
   minserve chat                               a conversation
   minserve models                             what there is, what is here
   minserve doctor                             is everything in order?

@@ -13,10 +13,11 @@ import pytest
 from minserve import LLM
 from minserve.bench.speculation_figures import DecodeSums, SpeculationFigures
 from minserve.bench.speculative import SpeculationGain, Turn, measure_speculation
-from minserve.bench.speculative_report import COLUMNS, gain_rows, lesson
+from minserve.bench.speculative_report import EXPLANATION, GAIN_COLUMNS, REASON_COLUMNS, gain_rows, lesson, reason_rows
 from minserve.bench.speculative_workload import SpeculativeWorkload, speculative_workload
 from minserve.cli import main
 from minserve.commands.bench_speculative import default_draft
+from minserve.commands.output import table
 from minserve.engine.speculative.acceptance import expected_tokens, wall_time_gain
 from minserve.errors import ChatTemplateError, MinserveError, ParameterError
 
@@ -125,7 +126,8 @@ def test_the_formula_is_the_papers() -> None:
     turns["drafts"] = [Turn(drafted, 20.0, 27, [array("i", [1, 3])])]
     assert SpeculationGain.of(load, turns).same_answers is False
     assert SpeculationGain.of(SpeculativeWorkload("text", [], 1, temperature=1.0), turns).same_answers is None
-    assert len(gain_rows([gain])[0]) == len(COLUMNS)
+    assert len(gain_rows([gain])[0]) == len(GAIN_COLUMNS)
+    assert len(reason_rows([gain])[0]) == len(REASON_COLUMNS)
 
 
 def test_medians_over_turns() -> None:
@@ -153,6 +155,21 @@ def test_the_lesson_in_a_sentence(gains: dict[int, float], text: str) -> None:
         return SpeculationGain(size, 1.0, gain, 1.0, gain, 1.0, 1.0, SpeculationFigures(), 1.0, 0.0, None, 1.0, None)
 
     assert lesson([of(size, gain) for size, gain in gains.items()]) == text
+
+
+def test_the_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """One table of fourteen columns broke each word in a terminal below 110."""
+    figures = figures_of([4, 2, 0, 4, 1, 3, 4, 0], 4, seconds=14.0, draft_seconds=2.0)
+    gain = SpeculationGain(128, 123456.0, 234567.0, 1.0, 12.34, 12.34, 12.34, figures, 1.0, 0.5, 0.125, 12.345, True)
+    rows = gain_rows([gain]), reason_rows([gain])
+    for columns, shown in zip((GAIN_COLUMNS, REASON_COLUMNS), rows, strict=True):
+        table(columns, shown, right=columns)
+    lines = [*capsys.readouterr().out.splitlines(), *EXPLANATION.splitlines()]
+    assert len(lines) > 4
+    assert max(map(len, lines)) <= 80
+    header, values = lines[:2]
+    assert header.split() == " ".join(GAIN_COLUMNS).split()
+    assert "123,456" in values
 
 
 def test_each_batch_is_served_as_one(llm: LLM) -> None:
@@ -220,7 +237,8 @@ def test_the_command_prints_a_table_and_json(folder: Path, capsys: pytest.Captur
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith(f"Speculation: tiny on numpy, drafts by {draft}\n")
-    assert re.search(r"\nbatch +tok/s +with drafts +gain +paper +formula +alpha ", out)
+    assert re.search(r"\nbatch +tok/s +with drafts +gain +paper +formula +adaptive +whole\n", out)
+    assert re.search(r"\nbatch +alpha +guesses +tokens +predicted +c +v\n", out)
     assert re.search(r"\nDrafts paid at ", out)
     document = json.loads(out.splitlines()[-1])
     assert document["command"] == "bench --speculative"
@@ -240,7 +258,15 @@ def test_the_default_is_prompt_lookup_on_answers_that_repeat(folder: Path, capsy
     assert document["workload"]["name"] == "repeat"
     assert (document["speculative"]["method"], document["speculative"]["prompt_lookup_max"]) == ("ngram", 3)
     assert default_draft("tiny") == "tiny-draft"
-    assert default_draft(None) == default_draft("smollm2") == "ngram"
+    assert default_draft("smollm2") == "ngram"
+
+
+def test_who_looks_up_needs_not_say_ngram(capsys: pytest.CaptureFixture[str]) -> None:
+    """On tiny, whose own draft model looks up nothing."""
+    assert main(["bench", "--speculative", "-m", "tiny", "--prompt-lookup-max", "2", "--batch-sizes", "1", "--turns",
+                 "1", "--answer-tokens", "4"]) == 0  # fmt: skip
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["speculative"]["method"] == "ngram"
 
 
 def test_drawn_answers_and_a_picture(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +288,7 @@ def test_drawn_answers_and_a_picture(folder: Path, tmp_path: Path, capsys: pytes
     assert json.loads(out.splitlines()[-1])["gains"][0]["same_answers"] is None
     page = picture.read_text(encoding="utf-8")
     assert "<svg" in page
-    assert all(f"<th>{name}</th>" in page for name in COLUMNS)
+    assert all(f"<th>{name}</th>" in page for name in (*GAIN_COLUMNS, *REASON_COLUMNS))
 
 
 MISTAKES = [

@@ -38,7 +38,8 @@ def test_tables_and_json_last(form: list[str], model: str, capsys: pytest.Captur
     args = ["eval", *form, "--model", model, "--backend", "numpy", *SOME, "--show-wrong", "3"]
     assert main(args) == 0
     out, err = capsys.readouterr()
-    assert err == ""
+    assert err.startswith("minserve: note: no answer was right, which says little of a model that was not trained")
+    assert len(err.splitlines()) == 1
     *shown, last = out.splitlines()
     document = json.loads(last)
     tasks = held_out_tasks(2, families=["add", "flip"], levels=[1, 2])
@@ -70,10 +71,20 @@ def test_only_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(args) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
-    assert err == ""
+    assert err.count("minserve: ") == 1
     assert document["suite"] == suite_digest(held_out_tasks(2, seed=5, families=["add", "flip"], levels=[1, 2]))
     assert document["wrong"] == []
     assert list(document["cells"]) == ["add 1", "add 2", "flip 1", "flip 2"]
+
+
+def test_a_model_that_was_trained_on_tasks_needs_no_note(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["eval", "tasks", "-m", "tiny", "--backend", "numpy", "--families", "sort", "--levels", "2", "-n", "2"])
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["overall"]["num_right"] > 0
+    assert err == ""
 
 
 def test_the_engine_takes_its_options(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +108,8 @@ def test_the_engine_takes_its_options(model: str, capsys: pytest.CaptureFixture[
         (["--levels", "1,"], "--levels: must be numbers and spans"),
         (["--levels", "1-99999999999"], "--levels: must be numbers and spans"),
         (["--num", "0"], "--num/-n: must be a whole number of at least 1"),
+        (["--num", "10001"], "--num must be a whole number from 1 to 10000, not 10001"),
+        (["--num", "1" + "0" * 30], "--num must be a whole number from 1 to 10000, not 1000"),
         (["--seed", "-1"], "--seed: must be a whole number of at least 0"),
         (["--show-wrong", "few"], "--show-wrong: must be a whole number"),
         (["book.txt"], "one argument too many: 'book.txt'"),
@@ -126,8 +139,18 @@ def test_help_says_what_to_expect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--tasks", "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: minserve eval tasks")
-    for line in ("The prompts are terse", "Examples:", "  close    4, 8, 14, 20  close the brackets"):
+    for line in (
+        "The prompts are terse",
+        "Examples:",
+        "  close    close the brackets that are open after that many\n"
+        "           1-4, 5-8, 9-14, 15-20; close ([{} -> ])\n",
+        "           2, 3, 4, 5-8; json Ada is 34 years old. ->",
+        "up to 10,000",
+    ):
         assert line in out
+    families = out[out.index("\nFamilies: ") :].splitlines()
+    assert len(families) == 2 + 2 * 8
+    assert max(map(len, families)) <= 80
     assert main(["eval", "--help"]) == 0
     assert "--tasks     the same as `minserve eval tasks`" in capsys.readouterr().out
 
@@ -164,11 +187,11 @@ def test_ctrl_c_keeps_what_was_answered(model: str, tmp_path: Path) -> None:
     args = ["eval", "--tasks", "-m", model, "--backend", str(tmp_path / "slow.py"), "--max-num-seqs", "2"]
     with Terminal(*args, env={"COLUMNS": "120"}) as terminal:
         terminal.wait_for("answering tasks")
-        terminal.wait_for(" of 1,529 tasks")
+        terminal.wait_for(" of 1,531 tasks")
         terminal.press("\x03", "interrupted: the figures are of")
         assert terminal.end() == 130
     document = next(line for line in terminal.screen.splitlines() if '"num_answered"' in line)
     found = json.loads(document[document.index('{"minserve"') :])
-    assert 0 < found["num_answered"] < 1529
+    assert 0 < found["num_answered"] < 1531
     assert found["interrupted"] is True
     assert "Traceback" not in terminal.screen

@@ -124,6 +124,26 @@ def test_every_command_tries_once_and_warns_once(
     assert "What happened: the reason." in err
 
 
+@pytest.mark.parametrize(
+    ("options", "method", "workload"),
+    [([], "draft_model", "tasks"), (["--draft", "ngram"], "ngram", "repeat")],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_model_that_is_used_has_its_own_draft(
+    options: list[str], method: str, workload: str, unfetchable: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SmolLM2 has none, so lookup guessed; who asked for lookup keeps it."""
+    command = ["bench", "--speculative", "--batch-sizes", "1", "--turns", "1", "--answer-tokens", "4", *options]
+    assert main(command) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out.splitlines()[-1])
+    assert document["model"] == "tiny"
+    assert document["speculative"]["method"] == method
+    assert document["workload"]["name"] == workload
+    assert f"drafts by {'tiny-draft' if method == 'draft_model' else 'ngram'}" in out
+    assert err.count("warning") == len(unfetchable) == 1
+
+
 def test_what_is_wrong_with_the_options_is_told_before_anything_is_fetched(
     unfetchable: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

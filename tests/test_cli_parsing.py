@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from pathlib import Path
 
 import pytest
 
 import minserve
-from minserve.cli import main
+from minserve.cli import build_parser, main
+from minserve.commands.arguments import parse
 from minserve.errors import ParameterError
 
 COMMANDS = ["generate", "chat", "models", "models pull", "models show", "eval", "eval perplexity", "eval kl", "bench"]
@@ -29,6 +32,59 @@ def test_alone_it_prints_short_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(out.splitlines()) <= 30
     for command in {name.split()[0] for name in COMMANDS}:
         assert f"\n    {command} " in out
+
+
+@pytest.mark.parametrize("command", ["", "generate", "chat"])
+def test_the_examples_show_a_model_that_needs_no_download(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command.split(), "--help"]) == 0
+    examples = capsys.readouterr().out.partition("\nExamples:\n")[2]
+    assert re.search(r"^  minserve (generate|chat) (--model|-m) tiny .* nothing to fetch$", examples, re.MULTILINE)
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """A parser's commands by their names; none for most."""
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {name: command for action in actions for name, command in action.choices.items()}
+
+
+def takes_json(parser: argparse.ArgumentParser) -> bool:
+    return any("--json" in action.option_strings for action in parser._actions)
+
+
+NESTED = [
+    (name, below, command)
+    for name, parser in commands_of(build_parser()).items()
+    for below, command in commands_of(parser).items()
+    if takes_json(command)
+]
+
+
+@pytest.mark.parametrize(("name", "below", "command"), NESTED, ids=[f"{name} {below}" for name, below, _ in NESTED])
+def test_json_before_a_nested_command_or_behind_it(name: str, below: str, command: argparse.ArgumentParser) -> None:
+    """`models --json show X` printed tables, and `eval --json tasks` was refused."""
+    needed = ["X" for action in command._actions if not action.option_strings and action.nargs is None]
+    for args, wanted in (
+        ([name, "--json", below, *needed], True),
+        ([name, below, "--json", *needed], True),
+        ([name, below, *needed, "--json"], True),
+        ([name, "--json", below, *needed, "--json"], True),
+        ([name, below, *needed], False),
+    ):
+        parsed = parse(build_parser(), args)
+        assert parsed.json is wanted, args
+        assert parsed.parser.prog == f"minserve {name} {below}"
+
+
+def test_every_nested_command_is_among_them() -> None:
+    assert [f"{name} {below}" for name, below, _ in NESTED] == [
+        *("models pull", "models show", "eval perplexity", "eval kl", "eval tasks")
+    ]
+
+
+@pytest.mark.parametrize("args", [["--json", "--tasks"], ["--tasks", "--json"]], ids=" ".join)
+def test_an_option_that_stands_for_a_command_takes_json_too(args: list[str]) -> None:
+    parsed = parse(build_parser(), ["eval", *args])
+    assert (parsed.json, parsed.parser.prog) == (True, "minserve eval tasks")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,9 +199,16 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    """--json: the same everywhere."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else there")
+def add_json_option(parser: argparse.ArgumentParser, *, nested: bool = False) -> None:
+    """--json: the same everywhere. nested: for a command below a command that has the option as well, so that it may
+    stand before the name (`models --json show X`) or behind it.
+    """
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        default=argparse.SUPPRESS if nested else False,  # what was not said here must not unsay what was said above
+        help="print one JSON document on stdout and nothing else there",
+    )
 
 
 def clean(text: str) -> str:

@@ -61,9 +61,9 @@ def workload_name(text: str) -> str:
     return text
 
 
-def default_draft(model: str | None) -> str:
+def default_draft(model: str) -> str:
     """Who guesses for a model unless the user says."""
-    return {"tiny": "tiny-draft", "tiny-int8": "tiny-draft-int8"}.get(model or "", NGRAM)
+    return {"tiny": "tiny-draft", "tiny-int8": "tiny-draft-int8"}.get(model, NGRAM)
 
 
 def run_speculative(args: argparse.Namespace) -> int:
@@ -73,7 +73,15 @@ def run_speculative(args: argparse.Namespace) -> int:
     """
     from minserve.bench.report import counted  # here, as these need NumPy and --help must not wait for it
     from minserve.bench.speculative import measure_speculation
-    from minserve.bench.speculative_report import COLUMNS, EXPLANATION, gain_picture, gain_rows, lesson
+    from minserve.bench.speculative_report import (
+        EXPLANATION,
+        GAIN_COLUMNS,
+        REASON_COLUMNS,
+        gain_picture,
+        gain_rows,
+        lesson,
+        reason_rows,
+    )
     from minserve.bench.speculative_workload import speculative_workload
     from minserve.commands.bench import document, subject, warm_up
     from minserve.commands.common import blame, load_llm
@@ -82,11 +90,11 @@ def run_speculative(args: argparse.Namespace) -> int:
         from minserve.bench.plot import require_matplotlib
 
         require_matplotlib()
-    args.draft = args.draft or default_draft(args.model)
+    asked = args.draft or (NGRAM if args.prompt_lookup_max is not None else None)
     args.always_draft = True  # until an engine that is measured decides otherwise
-    name = args.speculative_workload or ("repeat" if args.draft == NGRAM else "tasks")
     turns = args.turns or DEFAULT_TURNS
-    llm = load_llm(args)
+    llm = load_llm(args, draft_for=lambda model: asked or default_draft(model))
+    name = args.speculative_workload or ("repeat" if args.draft == NGRAM else "tasks")
     loads = [
         speculative_workload(
             llm,
@@ -113,7 +121,9 @@ def run_speculative(args: argparse.Namespace) -> int:
         ],
     )
     say()
-    table(COLUMNS, gain_rows(gains), right=COLUMNS)
+    table(GAIN_COLUMNS, gain_rows(gains), right=GAIN_COLUMNS)
+    say()
+    table(REASON_COLUMNS, reason_rows(gains), right=REASON_COLUMNS)
     say()
     say(EXPLANATION)
     say(lesson(gains))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 Examples:
   minserve chat
+  minserve chat --model tiny --temperature 0          a built-in model: nothing to fetch
   minserve chat --system "You answer in one sentence." --temperature 0
   printf 'My name is Ada.\\nWhat is my name?\\n' | minserve chat
 """

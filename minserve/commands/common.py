@@ -43,31 +43,35 @@ def load_chosen(args: argparse.Namespace, load: Callable[[str], Loaded]) -> Load
     return load(args.model)
 
 
-def load_llm(args: argparse.Namespace, **overrides: Any) -> LLM:
+def load_llm(args: argparse.Namespace, *, draft_for: Callable[[str], str] | None = None, **overrides: Any) -> LLM:
     """The model that the options ask for (see load_chosen), with its progress on stderr; pulls it on first use.
 
-    overrides: arguments of LLM that go before the options. Says in one line if NumPy computes only
-    because the C core is not there. Raises MinserveError, OSError.
+    draft_for(model): who guesses for the model that is loaded, which is put in place of --draft; it is asked again for
+    the model that is used instead. overrides: arguments of LLM that go before the options. Says in one line if NumPy
+    computes only because the C core is not there. Raises MinserveError, OSError.
     """
     from minserve.llm import LLM  # here, so that --help and option errors need not wait for it
     from minserve.ops import native
 
     quiet = getattr(args, "quiet", False)
-    options: dict[str, Any] = {
-        "backend": args.backend,
-        "threads": args.threads,
-        "max_model_len": args.max_model_len,
-        "kv_cache_dtype": args.kv_cache_dtype,
-        **engine_options(args),
-        **overrides,
-    }
+    backend = overrides.pop("backend", args.backend)
     reason = native.why_unavailable()
-    if options["backend"] is None and reason is not None and not quiet:
+    if backend is None and reason is not None and not quiet:
         note(f"note: running on NumPy, the C core is not available: {reason}")
 
     def load(model: str) -> LLM:
+        if draft_for is not None:
+            args.draft = draft_for(model)
+        options: dict[str, Any] = {
+            "backend": backend,
+            "threads": args.threads,
+            "max_model_len": args.max_model_len,
+            "kv_cache_dtype": args.kv_cache_dtype,
+            **engine_options(args),
+            **overrides,
+        }
         progress = StageProgress(Path(model).name, quiet=quiet)
-        with progress, blame(options["backend"], "the model was loaded"):
+        with progress, blame(backend, "the model was loaded"):
             return LLM(model, progress=progress, **options)
 
     return load_chosen(args, load)

@@ -45,6 +45,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--tasks", action="store_true", help="the same as `minserve eval tasks`")
     parser.stand_ins["--tasks"] = "tasks"
+    add_json_option(parser)
     measures = parser.add_subparsers(title="measures", metavar="MEASURE", dest="measure", required=True)
     _add_measure(
         measures,
@@ -72,7 +73,7 @@ def _add_measure(measures: Any, name: str, run: Any, help_line: str, description
     parser.add_argument("file", metavar="FILE", help="a UTF-8 text; - reads stdin")
     parser.add_argument("--max-tokens", type=at_least(2), metavar="N", help="only the text's first N tokens")
     add_model_options(parser)
-    add_json_option(parser)
+    add_json_option(parser, nested=True)
     parser.set_defaults(run=run, parser=parser)
 
 

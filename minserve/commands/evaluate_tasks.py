@@ -15,7 +15,7 @@ from minserve.commands.output import count, facts, note, say, table, write_json
 from minserve.commands.progress import StageProgress
 from minserve.commands.speculation_watch import warn_of_failed_draft
 from minserve.tasks.families import FAMILIES
-from minserve.tasks.suite import DEFAULT_NUM, held_out_tasks
+from minserve.tasks.suite import DEFAULT_NUM, MOST_TASKS, held_out_tasks
 
 if TYPE_CHECKING:
     from minserve.llm import LLM
@@ -65,7 +65,8 @@ def add_parser(measures: Any) -> None:
         type=at_least(1),
         default=DEFAULT_NUM,
         metavar="N",
-        help="tasks a family and level, fewer where there are not so many (default: %(default)s)",
+        help=f"tasks a family and level, up to {count(MOST_TASKS)}, fewer where there are not so many (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--seed", type=at_least(0), default=0, metavar="N", help="other tasks for another seed (default: 0)"
@@ -79,13 +80,19 @@ def add_parser(measures: Any) -> None:
     )
     add_model_options(parser)
     add_engine_options(parser)
-    add_json_option(parser)
+    add_json_option(parser, nested=True)
     parser.set_defaults(run=run, parser=parser)
 
 
 def _families_text() -> str:
-    lines = [f"  {f.name:<9}{', '.join(map(str, f.sizes)):<14}{f.description}\n" for f in FAMILIES.values()]
-    return "\nFamilies, how much each level asks for, and of what:\n" + "".join(lines)
+    """Two lines a family, of 80 columns."""
+    lines = [
+        f"  {family.name:<9}{family.description}\n"
+        f"           {', '.join(map(family.size_text, family.levels))}; "
+        f"{family.example} -> {family.solve(family.example)}\n"
+        for family in FAMILIES.values()
+    ]
+    return "\nFamilies: what they ask, how much of it at each level, and an example:\n" + "".join(lines)
 
 
 def _names(text: str) -> list[str]:
@@ -129,6 +136,12 @@ def run(args: argparse.Namespace) -> int:
             "wrong": [outcome.document() for outcome in report.wrong[: args.show_wrong]],
         }
     )
+    if not (report.overall.num_right or report.failed or report.interrupted):
+        note(
+            "note: no answer was right, which says little of a model that was not trained on such tasks: it answers in "
+            "its own words, and only the bare answer counts. --show-wrong 5 shows what it said; the built-in tiny was "
+            "trained on them"
+        )
     if report.interrupted:
         note(f"interrupted: the figures are of {len(report.outcomes):,} of {len(tasks):,} tasks")
         return INTERRUPTED

