@@ -23,12 +23,13 @@ class LLM(ServedModel):
     """A model that is ready to answer many requests at once.
 
     model: a known model's name (fetched at first use), a GGUF file, or a Hugging Face folder.
-    backend: "c", "numpy", a path to a Python file that overrides operations; None takes the fastest that runs.
+    backend: "c", "numpy", "cuda", "cuda-on-cpu", or a path to a Python file that overrides operations; None takes "c"
+        if it is built, else "numpy".
     threads: for the C core; None takes every core that this process may use.
     max_model_len: most tokens of a prompt and its answer together; None takes the model's context, up to 8192.
     block_size: tokens in a KV block. num_kv_blocks, or kv_cache_memory in bytes: how many blocks there are; None makes
         room for 512 MiB of them, for one sequence of max_model_len at least.
-    kv_cache_dtype: "float32", "float16", "int8" or "auto" (the backend's choice: float32 in NumPy, float16 in C).
+    kv_cache_dtype: "float32", "float16", "int8" or "auto" (the backend's choice: float32 in NumPy, else float16).
     max_num_seqs, max_num_batched_tokens, enable_prefix_caching, enable_chunked_prefill, scheduling_policy: see
         minserve.engine.engine_config.EngineConfig.
     speculative_config: a dict of the options of minserve.engine.speculative.config.SpeculativeConfig, such as

@@ -19,6 +19,7 @@ from minserve.ops import native, reference
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("MINSERVE_CACHE", str(folder))
+    monkeypatch.delenv("MINSERVE_OFFLINE", raising=False)
     return folder
 
 
@@ -51,6 +52,20 @@ def test_the_text_ends_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> No
     head, _, advice = out.partition("\n\nUsable. What would make it better:\n")
     assert "  - models: minserve models pull smollm2 fetches one now" in advice  # the cache is empty
     assert "\x1b" not in head
+
+
+def test_offline_it_says_what_is_not_fetched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It advised to fetch a model, which the variable forbids."""
+    monkeypatch.setenv("MINSERVE_OFFLINE", "1")
+    code, found = diagnosis(capsys)
+    assert code == 0
+    assert found["models"]["advice"].startswith("MINSERVE_OFFLINE is set, so none is fetched, and commands use the bui")
+    monkeypatch.delenv("MINSERVE_OFFLINE")
+    _, found = diagnosis(capsys)
+    assert "MINSERVE_OFFLINE" not in found["models"]["advice"]
+    assert "takes the built-in tiny where there is no network" in found["models"]["advice"]
 
 
 def test_all_good(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

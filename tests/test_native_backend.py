@@ -16,7 +16,7 @@ import pytest
 
 import minserve
 from minserve.errors import BackendError
-from minserve.ops import OPERATIONS, load_backend, native, native_core
+from minserve.ops import OPERATIONS, compiled_module, load_backend, native, native_core
 from minserve.ops.dtypes import Q4_1
 from tests.support.native_cases import BACKENDS, ISAS, random_tensor
 
@@ -85,7 +85,7 @@ def test_a_file_that_does_not_load_is_told_from_one_that_is_not_there(
 ) -> None:
     """Built for another Python, or never built in this folder, or installed without a compiler."""
     package = tmp_path / "somewhere" / "minserve"
-    monkeypatch.setattr(native_core, "__file__", str(package / "ops" / "native_core.py"))
+    monkeypatch.setattr(compiled_module, "__file__", str(package / "ops" / "compiled_module.py"))
     package.mkdir(parents=True)
     assert "without a C compiler" in str(fake_core(monkeypatch, None))
     (package.parent / "setup.py").touch()

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from minserve.engine.sampling_row import settings_of
 from minserve.ops import native, reference
-from minserve.ops.native_core import FLOAT32, Core
+from minserve.ops.c_arrays import FLOAT32
+from minserve.ops.native_core import Core
 from minserve.ops.sampling import RowStatus, SamplingSettings
 from tests.support.native_cases import BACKENDS, ISAS
 from tests.support.sampling_cases import (

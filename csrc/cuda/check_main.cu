@@ -234,9 +234,11 @@ int main(int argc, char **argv)
     const int times = argc > 3 ? atoi(argv[3]) : 0;
     const size_t flush_bytes = argc > 4 ? strtoull(argv[4], nullptr, 10) : 0;
 #if defined(MS_ASAN)
-    __sanitizer_set_death_callback(cuda_on_cpu::say_thread); // the sanitizers know no CUDA threads
+    // The sanitizers know no CUDA threads. What is not AddressSanitizer's ends by abort(), if UBSAN_OPTIONS says so.
+    __sanitizer_set_death_callback(cuda_on_cpu::say_thread);
+    cuda_on_cpu::say_where_at({SIGABRT});
 #elif !defined(__CUDACC__) && !defined(MS_TSAN) && !defined(MS_ACCOUNT)
-    cuda_on_cpu::say_where_when_stopped();
+    cuda_on_cpu::say_where_at({SIGTERM, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT});
 #endif
 #ifdef MS_ACCOUNT
     cuda_on_cpu::reset_account();

@@ -140,8 +140,8 @@ def _matrix(rows: int, columns: int, weight: Any) -> str:
 def _row(cache: KVLayer) -> int:
     """Bytes that the keys, or the values, of one token and one head take."""
     if isinstance(cache, QuantizedKV):
-        return cache.q.shape[3] * cache.q.itemsize + cache.scale.itemsize
-    return cache.shape[3] * cache.itemsize
+        return cache.q.shape[3] * cache.q.dtype.itemsize + cache.scale.dtype.itemsize
+    return cache.shape[3] * cache.dtype.itemsize
 
 
 def _cache_type(cache: KVLayer) -> str:

@@ -113,9 +113,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--backend",
-        metavar="numpy|c|FILE.py",
-        help="what computes: numpy (the definition), c (the compiled core), or a Python file that overrides "
-        "operations (default: c if it is built, else numpy)",
+        metavar="numpy|c|cuda|cuda-on-cpu|FILE.py",
+        help="what computes: numpy (the definition), c (the compiled core), cuda (attention on an NVIDIA GPU, the rest "
+        "as c), cuda-on-cpu (the same kernels, each of their threads run by this CPU, slowly), or a Python file that "
+        "overrides operations (default: c if it is built, else numpy)",
     )
     group.add_argument("--threads", type=at_least(1), metavar="N", help="threads of the C core (default: all)")
     group.add_argument(

@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minserve import __version__
 from minserve.commands.arguments import add_json_option
+from minserve.commands.cuda_findings import cuda_findings
 from minserve.commands.exit_codes import FAILED
+from minserve.commands.finding import Finding
 from minserve.commands.output import say, size, visible, write_json
 
 EXAMPLES = """\
@@ -26,16 +27,6 @@ Examples:
   minserve doctor --json | python -m json.tool
 """
 LIBRARIES = ("numpy", "cffi", "tiktoken", "regex", "rich", "jinja2")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at. status: ok, missing (minserve works without it) or broken (it does not)."""
-
-    name: str
-    value: str
-    status: str = "ok"
-    advice: str | None = None
 
 
 def add_parser(commands: Any) -> None:
@@ -86,6 +77,7 @@ def examine() -> list[Finding]:
         ("self check", _self_check),
         ("nvcc", _nvcc),
         ("NVIDIA driver", _driver),
+        ("CUDA", cuda_findings),
         ("cache", _cache),
         ("models", _models),
     ):
@@ -252,6 +244,7 @@ def _writable(folder: Path) -> bool:
 def _models() -> list[Finding]:
     """Known models that are here. The default one is fetched at its first use, so none in the cache is no fault."""
     from minserve.model import catalog
+    from minserve.model.cache_folder import is_offline
 
     lost = [name for name, model in catalog.KNOWN.items() if model.built_in and model.file() is None]
     if lost:
@@ -260,5 +253,14 @@ def _models() -> list[Finding]:
     here = [name for name, model in catalog.KNOWN.items() if not model.built_in and catalog.cached(name) is not None]
     if here:
         return [Finding("models", f"{', '.join(here)}; built in: {built_in}")]
-    advice = "minserve models pull smollm2 fetches one now; the first use does it as well"
+    if is_offline():
+        advice = (
+            "MINSERVE_OFFLINE is set, so none is fetched, and commands use the built-in tiny; unset it, then minserve "
+            "models pull smollm2 fetches one; without a network: minserve models pull smollm2 --from FILE"
+        )
+    else:
+        advice = (
+            "minserve models pull smollm2 fetches one now; the first use does it as well, or takes the built-in tiny "
+            "where there is no network"
+        )
     return [Finding("models", f"none in the cache; built in: {built_in}", "missing", advice)]

@@ -130,7 +130,8 @@ class ServedModel:
         self.engine = self._engine_over(ModelRunner(self._transformer, kv_cache), self.engine_config)
 
     def _new_kv_cache(self, config: EngineConfig) -> KVCache:
-        return KVCache.of_model(self.config, config.num_kv_blocks, config.block_size, self.kv_cache_dtype)
+        sizes = config.num_kv_blocks, config.block_size
+        return KVCache.of_model(self.config, *sizes, self.kv_cache_dtype, self.backend)
 
     def new_runner(self, **overrides: Any) -> ModelRunner:
         """This model with a KV cache of its own. overrides: fields of EngineConfig. Raises ParameterError."""

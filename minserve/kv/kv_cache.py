@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 
 from minserve.errors import ParameterError, check_whole_number, shown
 from minserve.model.config import ModelConfig
+from minserve.ops import Backend
+from minserve.ops.device_array import DeviceArray
 from minserve.ops.quantized_kv import KVLayer, QuantizedKV
 
+Allocate = Callable[[tuple[int, ...], Any], Any]  # zeros of this shape and dtype: a NumPy array, or a DeviceArray
 KV_CACHE_DTYPES = ("float32", "float16", "int8")
 _MOST_SLOTS = 2**31 - 1  # slot_mapping is int32
 _SCALE_BYTES = 4
@@ -35,14 +39,22 @@ class KVCache:
 
     k[layer], v[layer]: float32 or float16 (num_blocks, num_kv_heads, block_size, head_dim), or, for int8, a
     QuantizedKV of that shape. A head's part of a block lies in one piece, because attention reads it so: all of
-    one head, block after block. The operating system gives the memory only when a block is first written.
+    one head, block after block. allocate(shape, dtype) gives the arrays, of zeros; those of np.zeros take memory
+    only when a block is first written.
 
     Raises ParameterError for a dtype that is not in KV_CACHE_DTYPES, for sizes out of range, and if there is
     not that much memory.
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: str
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        allocate: Allocate = np.zeros,
     ) -> None:
         _check_dtype(dtype)
         check_slots(num_blocks, block_size)
@@ -51,10 +63,10 @@ class KVCache:
         self.block_size = block_size
         self.dtype = dtype
 
-        def empty() -> np.ndarray | QuantizedKV:
+        def empty() -> KVLayer:
             if dtype == "int8":
-                return QuantizedKV(np.zeros(shape, np.int8), np.zeros(shape[:3], np.float32))
-            return np.zeros(shape, dtype)
+                return QuantizedKV(allocate(shape, np.int8), allocate(shape[:3], np.float32))
+            return allocate(shape, dtype)
 
         try:
             self.k: list[KVLayer] = [empty() for _ in range(num_layers)]
@@ -67,9 +79,10 @@ class KVCache:
             ) from error
 
     @classmethod
-    def of_model(cls, model: ModelConfig, num_blocks: int, block_size: int, dtype: str) -> KVCache:
-        """A cache for this model's layers and heads."""
-        return cls(model.num_hidden_layers, num_blocks, block_size, model.num_key_value_heads, model.head_dim, dtype)
+    def of_model(cls, model: ModelConfig, num_blocks: int, block_size: int, dtype: str, backend: Backend) -> KVCache:
+        """A cache for this model's layers and heads, in the memory that the backend computes in."""
+        shape = model.num_hidden_layers, num_blocks, block_size, model.num_key_value_heads, model.head_dim
+        return cls(*shape, dtype, getattr(backend, "allocate_kv", np.zeros))
 
     def copy_blocks(self, src: Seq[int], dst: Seq[int]) -> None:
         """Copy block src[i] to block dst[i] in all layers, for every i: what copy-on-write does before a write.
@@ -90,7 +103,7 @@ class KVCache:
         for array in self._arrays():
             array[to_blocks] = array[from_blocks]  # the right side is a copy, complete before the first write
 
-    def _arrays(self) -> Iterator[np.ndarray]:
+    def _arrays(self) -> Iterator[np.ndarray | DeviceArray]:
         """Every array whose first axis is blocks."""
         for layer in (*self.k, *self.v):
             if isinstance(layer, QuantizedKV):

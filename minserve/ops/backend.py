@@ -31,10 +31,15 @@ OPERATIONS = (
     "probabilities",
     "log_softmax",
 )
+_NAMES = "numpy, c, cuda, cuda-on-cpu,"
 
 
 class Backend(Protocol):
-    """An object that has every operation; see `reference` for shapes and meaning."""
+    """An object that has every operation; see `reference` for shapes and meaning.
+
+    Beside them it may have `fuse`, the whole forward pass as one call (native.py), and `allocate_kv(shape, dtype)`,
+    which gives the KV cache's arrays where the backend computes in a memory of its own (cuda.py).
+    """
 
     name: str
     kv_cache_dtype: str
@@ -68,7 +73,7 @@ class Backend(Protocol):
 
 
 def load_backend(name: str | os.PathLike[str] | None = None, threads: int | None = None) -> Backend:
-    """The backend called `numpy` or `c`, or a path to a Python file that overrides operations.
+    """The backend called `numpy`, `c`, `cuda` or `cuda-on-cpu`, or a path to a Python file that overrides operations.
 
     None takes `c` where the compiled core loads, else `numpy`. threads: how many the C core
     uses (None: all that this process may run on); NumPy's own library decides for `numpy`.
@@ -79,15 +84,19 @@ def load_backend(name: str | os.PathLike[str] | None = None, threads: int | None
     if name is None:
         name = "c" if native.why_unavailable() is None else "numpy"
     if not isinstance(name, (str, os.PathLike)):
-        raise BackendError(f"a backend is numpy, c, or a path to a .py file, not {shown(name)}")
+        raise BackendError(f"a backend is {_NAMES} or a path to a .py file, not {shown(name)}")
     name = os.fspath(name)
     if name == "numpy":
         return reference  # a module has attributes too: it satisfies the protocol
     if name == "c":
         return native.NativeBackend(threads)
+    if name in ("cuda", "cuda-on-cpu"):
+        from minserve.ops.cuda import CudaBackend
+
+        return CudaBackend(name, threads)
     if name.endswith(".py"):
         return _from_file(Path(name))
-    raise BackendError(f"no backend is called {name!r}; there are numpy, c, and paths to a .py file")
+    raise BackendError(f"no backend is called {name!r}; there are {_NAMES} and paths to a .py file")
 
 
 def _from_file(path: Path) -> Backend:

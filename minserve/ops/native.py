@@ -14,20 +14,9 @@ import numpy as np
 
 from minserve.errors import BackendError, ParameterError
 from minserve.ops import native_sampling
+from minserve.ops.c_arrays import FLOAT16, FLOAT32, INT8, INT32, UINT8, kv_arrays, sizes
 from minserve.ops.dtypes import GroupedTensor, Tensor
-from minserve.ops.native_core import (
-    FLOAT16,
-    FLOAT32,
-    INT8,
-    INT32,
-    ISAS,
-    UINT8,
-    Core,
-    info,
-    load,
-    usable_cpus,
-    why_unavailable,
-)
+from minserve.ops.native_core import ISAS, Core, info, load, usable_cpus, why_unavailable
 from minserve.ops.native_forward import ForwardModel, NativeForward
 from minserve.ops.native_weights import PackedWeight, pack
 from minserve.ops.quantized_kv import KVLayer, QuantizedKV
@@ -118,7 +107,7 @@ class NativeBackend:
 
     def rms_norm(self, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         """x (T, D), weight (D,) -> (T, D)."""
-        tokens, size = _sizes("x", x, 2)
+        tokens, size = sizes("x", x, 2)
         out, out_pointer = self._core.new((tokens, size))
         x_pointer, w_pointer = self._f32("x", x, (tokens, size)), self._f32("weight", weight, (size,))
         if code := self._lib.ms_rms_norm(self._exec, out_pointer, x_pointer, w_pointer, tokens, size, eps):
@@ -128,7 +117,7 @@ class NativeBackend:
     def linear(self, x: np.ndarray, weight: PackedWeight) -> np.ndarray:
         """x (T, in), weight (out, in) -> (T, out)."""
         rows, columns = _packed(weight).shape
-        tokens = _sizes("x", x, 2)[0]
+        tokens = sizes("x", x, 2)[0]
         x_pointer = self._f32("x", x, (tokens, columns))
         out, out_pointer = self._core.new((tokens, rows))
         lib, matrix = self._lib, (weight.type_id, rows, columns)
@@ -153,7 +142,7 @@ class NativeBackend:
 
     def rope(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         """x (T, heads, d); cos, sin (T, d/2) -> (T, heads, d)."""
-        tokens, heads, head_dim = _sizes("x", x, 3)
+        tokens, heads, head_dim = sizes("x", x, 3)
         x_pointer = self._f32("x", x, (tokens, heads, head_dim))
         cos_pointer = self._f32("cos", cos, (tokens, head_dim // 2))
         sin_pointer = self._f32("sin", sin, (tokens, head_dim // 2))
@@ -168,33 +157,21 @@ class NativeBackend:
         self, k_cache: KVLayer, v_cache: KVLayer, kv_heads: int, head_dim: int, writable: bool
     ) -> tuple[Any, Any, Any, Any, int, int, int]:
         """Pointers to both caches and their scales (or NULL), their type for C, number of blocks, block size."""
-        core, lib, null = self._core, self._lib, self._core.ffi.NULL
-        if isinstance(k_cache, QuantizedKV) and isinstance(v_cache, QuantizedKV):
-            blocks, _, block_size, _ = k_cache.shape
-            shape = (blocks, kv_heads, block_size, head_dim)
-            k = core.pointer("k_cache.q", k_cache.q, INT8, shape, writable)
-            v = core.pointer("v_cache.q", v_cache.q, INT8, shape, writable)
-            k_scale = core.pointer("k_cache.scale", k_cache.scale, FLOAT32, shape[:3], writable)
-            v_scale = core.pointer("v_cache.scale", v_cache.scale, FLOAT32, shape[:3], writable)
-            return k, v, k_scale, v_scale, lib.MS_KV_I8, blocks, block_size
-        if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
-            raise ParameterError("k_cache and v_cache must both be a QuantizedKV or both be arrays")
-        blocks, _, block_size, _ = _sizes("k_cache", k_cache, 4)
-        half = k_cache.dtype == FLOAT16
-        shape, dtype = (blocks, kv_heads, block_size, head_dim), FLOAT16 if half else FLOAT32
-        k = core.pointer("k_cache", k_cache, dtype, shape, writable)
-        v = core.pointer("v_cache", v_cache, dtype, shape, writable)
-        return k, v, null, null, lib.MS_KV_F16 if half else lib.MS_KV_F32, blocks, block_size
+        lib, take = self._lib, self._core.pointer
+        arrays, dtype, blocks, block_size = kv_arrays(take, k_cache, v_cache, kv_heads, head_dim, writable)
+        k, v, k_scale, v_scale = (*arrays, self._core.ffi.NULL, self._core.ffi.NULL)[:4]
+        kind = {FLOAT32: lib.MS_KV_F32, FLOAT16: lib.MS_KV_F16, INT8: lib.MS_KV_I8}[dtype]
+        return k, v, k_scale, v_scale, kind, blocks, block_size
 
     def write_kv(
         self, k: np.ndarray, v: np.ndarray, k_cache: KVLayer, v_cache: KVLayer, slot_mapping: np.ndarray
     ) -> None:
         """k, v (T, K, d) into caches float32, float16 or QuantizedKV (N, K, B, d); slot_mapping int32 (T,)."""
-        sizes = tokens, kv_heads, head_dim = _sizes("k", k, 3)
+        shape = tokens, kv_heads, head_dim = sizes("k", k, 3)
         *caches, blocks, block_size = self._caches(k_cache, v_cache, kv_heads, head_dim, writable=True)
-        k_from, v_from = self._f32("k", k, sizes), self._f32("v", v, sizes)
+        k_from, v_from = self._f32("k", k, shape), self._f32("v", v, shape)
         slots = self._i32("slot_mapping", slot_mapping, (tokens,))
-        if code := self._lib.ms_write_kv(self._exec, k_from, v_from, *caches, slots, *sizes, blocks, block_size):
+        if code := self._lib.ms_write_kv(self._exec, k_from, v_from, *caches, slots, *shape, blocks, block_size):
             self._core.fail("write_kv", code, f"{blocks} blocks of {block_size} slots")
 
     def paged_attention(
@@ -208,9 +185,9 @@ class NativeBackend:
         scale: float,
     ) -> np.ndarray:
         """q (T, H, d) over caches (N, K, B, d) -> (T, H, d); the index arrays are int32."""
-        tokens, heads, head_dim = _sizes("q", q, 3)
-        kv_heads = _sizes("k_cache", k_cache.q if isinstance(k_cache, QuantizedKV) else k_cache, 4)[1]
-        sequences, max_blocks = _sizes("block_tables", block_tables, 2)
+        tokens, heads, head_dim = sizes("q", q, 3)
+        kv_heads = sizes("k_cache", k_cache.q if isinstance(k_cache, QuantizedKV) else k_cache, 4)[1]
+        sequences, max_blocks = sizes("block_tables", block_tables, 2)
         *caches, blocks, block_size = self._caches(k_cache, v_cache, kv_heads, head_dim, writable=False)
         q_pointer = self._f32("q", q, (tokens, heads, head_dim))
         tables = self._i32("block_tables", block_tables, (sequences, max_blocks))
@@ -267,7 +244,7 @@ class NativeBackend:
         self, x: np.ndarray, keep_largest: bool = False
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """What `linear` does to x (T, in) for quantized weights, as `reference.quantize_activations`."""
-        tokens, columns = _sizes("x", x, 2)
+        tokens, columns = sizes("x", x, 2)
         x_pointer, new = self._f32("x", x, (tokens, columns)), self._core.new
         q, q_pointer = new((tokens, columns), INT8)
         scale, scale_pointer = new((tokens, -(-columns // 32)))
@@ -296,10 +273,3 @@ def _packed(weight: PackedWeight) -> PackedWeight:
     if not isinstance(weight, PackedWeight):
         raise ParameterError(f"weight must be what prepare() returned, not {type(weight).__name__}")
     return weight
-
-
-def _sizes(name: str, array: np.ndarray, dimensions: int) -> tuple[int, ...]:
-    """The shape of an array of so many dimensions, or ParameterError."""
-    if not isinstance(array, np.ndarray) or array.ndim != dimensions:
-        raise ParameterError(f"{name} must be a NumPy array of {dimensions} dimensions")
-    return array.shape

@@ -7,51 +7,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from minserve.errors import KernelError, ParameterError
+from minserve.errors import KernelError
+from minserve.ops import compiled_module
+from minserve.ops.c_arrays import CArrays
 
 ABI_VERSION = 5  # of csrc/minserve_core.h: a core built from another version is not used
 ISAS = ("plain", "avx2", "avx512vnni")  # ms_exec.isa
-FLOAT32, FLOAT16, INT32, UINT8 = np.dtype("f4"), np.dtype("f2"), np.dtype("i4"), np.dtype("u1")
-FLOAT64, INT8, UINT64 = np.dtype("f8"), np.dtype("i1"), np.dtype("u8")
 
 
-class Core:
-    """The loaded module: its functions, cffi's helpers, and the process that loaded it."""
+class Core(CArrays):
+    """The loaded module: its functions, pointers to arrays for them, and the process that loaded it."""
 
     def __init__(self, module: Any) -> None:
-        self.lib, self.ffi = module.lib, module.ffi
+        super().__init__(module.ffi)
+        self.lib = module.lib
         self.process = os.getpid()
-        names = {FLOAT32: "float[]", FLOAT16: "uint16_t[]", INT32: "int32_t[]", UINT8: "uint8_t[]"}
-        names |= {FLOAT64: "double[]", INT8: "int8_t[]", UINT64: "uint64_t[]"}
-        self._ctypes = {dtype: self.ffi.typeof(name) for dtype, name in names.items()}
-
-    def pointer(
-        self, name: str, array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...], writable: bool = False
-    ) -> Any:
-        """cffi's pointer to an array that is just what the C function will take it for.
-
-        cffi itself would take any buffer. Raises ParameterError, naming the argument, for another
-        dtype, shape or layout, and for a read-only array that is to be written.
-        """
-        if not isinstance(array, np.ndarray):
-            raise ParameterError(f"{name} must be a NumPy array, not {type(array).__name__}")
-        if array.dtype != dtype:
-            raise ParameterError(f"{name} must be {dtype}, not {array.dtype}")
-        if array.shape != shape:
-            raise ParameterError(f"{name} must have the shape {shape}, not {array.shape}")
-        flags = array.flags
-        if not (flags.c_contiguous and flags.aligned):
-            raise ParameterError(f"{name} must be C-contiguous and aligned: pass np.ascontiguousarray({name})")
-        if writable and not flags.writeable:
-            raise ParameterError(f"{name} is read-only, and this operation writes to it")
-        return self.ffi.from_buffer(self._ctypes[dtype], array)
-
-    def new(self, shape: tuple[int, ...], dtype: np.dtype = FLOAT32) -> tuple[np.ndarray, Any]:
-        """An array to be filled, and its pointer."""
-        array = np.empty(shape, dtype)
-        return array, self.ffi.from_buffer(self._ctypes[dtype], array)
 
     def fail(self, operation: str, code: int, detail: str = "") -> None:
         """Raise KernelError with the core's words for its error code."""
@@ -62,30 +32,8 @@ class Core:
 @functools.cache
 def load() -> Core | str:
     """The compiled core, or one line that says why there is none."""
-    folder = Path(__file__).parent.parent
-    try:
-        from minserve import _core
-
-        if not folder.samefile(Path(_core.__file__).parent):
-            # An editable install of another checkout fills in what is missing here; it may be another version.
-            raise ImportError(f"found only the core of another copy of minserve, {_core.__file__}")
-        version = _core.lib.ms_abi_version()
-    except AttributeError:  # older than these functions
-        version = None
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").endswith("_cffi_backend"):
-            return "the package cffi is missing: run `pip install cffi`"
-        if next(folder.glob("_core.*"), None) is not None:
-            return f"the compiled core does not load ({error}): build it again with `pip install -e .`"
-        if (folder.parent / "setup.py").is_file():
-            return (
-                "the source folder holds no compiled core: run `pip install -e .` in it, with a C compiler installed "
-                "(MINSERVE_REQUIRE_CORE=1 before it shows what fails)"
-            )
-        return "minserve was installed without a C compiler: install one, then minserve again"
-    if version != ABI_VERSION:
-        return f"the compiled core is of another version ({version}, not {ABI_VERSION}): rebuild it, `pip install -e .`"
-    return Core(_core)
+    module = compiled_module.load("_core", "ms_abi_version", ABI_VERSION, "core", "C compiler")
+    return module if isinstance(module, str) else Core(module)
 
 
 def why_unavailable() -> str | None:

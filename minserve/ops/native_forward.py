@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from minserve.errors import ParameterError
-from minserve.ops.native_core import FLOAT32, INT32, Core
+from minserve.ops.c_arrays import FLOAT32, INT32
+from minserve.ops.native_core import Core
 from minserve.ops.native_weights import PackedWeight
 from minserve.ops.quantized_kv import KVLayer
 

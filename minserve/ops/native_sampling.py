@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from minserve.errors import ParameterError
-from minserve.ops.native_core import FLOAT32, FLOAT64, INT32, UINT8, UINT64, Core
+from minserve.ops.c_arrays import FLOAT32, FLOAT64, INT32, UINT8, UINT64
+from minserve.ops.native_core import Core
 from minserve.ops.sampling import SamplingSettings, lowest_scaled
 
 WorkSpace = Callable[[int], tuple[Any, int]]  # of n bytes: a pointer to at least so many, and how many they are

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from minserve.errors import ParameterError
+from minserve.ops.c_arrays import FLOAT16, UINT8
 from minserve.ops.dtypes import GroupedTensor, Tensor
-from minserve.ops.native_core import FLOAT16, UINT8, Core
+from minserve.ops.native_core import Core
 from minserve.ops.weight_memory import WeightMemory
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from minserve.errors import ParameterError
+from minserve.ops.device_array import DeviceArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,15 +22,16 @@ class QuantizedKV:
 
     It can be indexed by blocks, heads and places as the array could: reading gives new float32 values, and
     assigning quantizes. q and scale are the stored arrays themselves: `cache.q[...] = ...` also writes.
+    They may lie in a device's memory; then the index is one of blocks alone.
     Raises ParameterError if they are not arrays of these types and shapes.
     """
 
-    q: np.ndarray
-    scale: np.ndarray
+    q: np.ndarray | DeviceArray
+    scale: np.ndarray | DeviceArray
 
     def __post_init__(self) -> None:
         for name, array, dtype, sizes in (("q", self.q, np.int8, 4), ("scale", self.scale, np.float32, 3)):
-            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != sizes:
+            if not isinstance(array, (np.ndarray, DeviceArray)) or array.dtype != dtype or array.ndim != sizes:
                 wanted = f"a NumPy array of {np.dtype(dtype).name} with {sizes} dimensions"
                 raise ParameterError(f"QuantizedKV: {name} must be {wanted}")
         if self.scale.shape != self.q.shape[:3]:
@@ -79,4 +81,5 @@ def quantize_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return q, scale
 
 
-KVLayer = np.ndarray | QuantizedKV  # one layer's keys, or its values: float32 or float16 (N, K, B, d), or int8
+# One layer's keys, or its values: float32 or float16 (N, K, B, d), or int8.
+KVLayer = np.ndarray | DeviceArray | QuantizedKV

@@ -9,7 +9,6 @@ import pytest
 
 from minserve.ops import native, reference
 from minserve.ops.dtypes import BF16, F16, F32, Q4_1, WEIGHT_TYPES, GroupedTensor, Tensor, WeightType
-from minserve.ops.quantized_kv import KVLayer, QuantizedKV
 
 if native.why_unavailable() and os.environ.get("MINSERVE_REQUIRE_CORE") != "1":
     pytest.skip(f"no C core: {native.why_unavailable()}", allow_module_level=True)
@@ -48,13 +47,6 @@ def random_grouped(
     scale = rng.uniform(0.001, 0.1, (rows, columns // group)).astype(np.float16)
     minimum = rng.uniform(-1, 0, (rows, columns // group)).astype(np.float16)
     return GroupedTensor("g", q, scale, minimum, bits, keep_largest)
-
-
-def poisoned_cache(shape: tuple[int, ...], dtype: type) -> KVLayer:
-    """A layer's cache (N, K, B, d) in which no slot has been written: each holds NaN."""
-    if dtype is np.int8:
-        return QuantizedKV(np.full(shape, -128, np.int8), np.full(shape[:3], np.nan, np.float32))
-    return np.full(shape, np.nan, dtype)
 
 
 def is_quantized(tensor: Tensor | GroupedTensor) -> bool:

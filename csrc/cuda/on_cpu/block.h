@@ -48,6 +48,7 @@ struct State {
     void *arguments = nullptr;
     unsigned order = 0; // threads run in order; 1: in the opposite one; more: in an order drawn from this number
     bool failed = false;
+    char begun = 0, stopped = 0; // their addresses stand for the beginning of a block, and for its end half-way
     char message[512] = ""; // what was wrong, if it failed
 };
 inline State state;
@@ -93,6 +94,7 @@ __attribute__((format(printf, 3, 4))) MS_UNTRACED inline void fail(int thread, P
 MS_UNTRACED inline void give_way()
 {
     Thread *self = state.current;
+    released(&state.stopped);
     leaving(&self->stack, &state.scheduler_stack, self->wait == RETURNED);
     jump(&self->context, &state.scheduler);
     arrived(&self->stack, &state.scheduler_stack);
@@ -102,6 +104,7 @@ MS_UNTRACED inline void give_way()
 MS_UNTRACED inline void begin_thread()
 {
     arrived(&state.current->stack, &state.scheduler_stack);
+    acquired(&state.begun);
     state.body(state.arguments);
     released(&state.returned);
     state.current->wait = RETURNED;
@@ -186,15 +189,16 @@ MS_UNTRACED inline void run_block()
     for (int i = 0; i < state.num_threads; i++) {
         Thread *thread = &state.threads[i];
         thread->wait = RUNNING;
-        thread->stack = {state.stacks + i * STACK_BYTES, STACK_BYTES, nullptr, nullptr};
+        thread->stack = {state.stacks + i * STACK_BYTES, STACK_BYTES, nullptr, thread->stack.thread};
 #ifdef MS_TSAN
-        thread->stack.thread = __tsan_create_fiber(0);
+        if (!thread->stack.thread) thread->stack.thread = __tsan_create_fiber(0);
         char name[64];
         describe(name, sizeof name, i, {"", 0});
         __tsan_set_fiber_name(thread->stack.thread, name);
 #endif
         prepare(&thread->context, thread->stack.bottom, STACK_BYTES, begin_thread);
     }
+    released(&state.begun);
     account_for_block();
     const unsigned n = static_cast<unsigned>(state.num_threads);
     unsigned drawn = state.order;
@@ -214,8 +218,13 @@ MS_UNTRACED inline void run_block()
         if (!progress) report_deadlock();
     }
     acquired(&state.returned);
+    if (state.failed) acquired(&state.stopped); // what frees the memory then comes after all that was done
 #ifdef MS_TSAN
-    for (int i = 0; i < state.num_threads; i++) __tsan_destroy_fiber(state.threads[i].stack.thread);
+    // Kept for the next block, as they are dear to make; but not those that stopped half-way.
+    for (int i = 0; i < state.num_threads && state.failed; i++) {
+        __tsan_destroy_fiber(state.threads[i].stack.thread);
+        state.threads[i].stack.thread = nullptr;
+    }
 #endif
     state.current = nullptr;
     account_for_end_of_block();

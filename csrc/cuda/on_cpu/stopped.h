@@ -10,6 +10,7 @@
 #include "block.h"
 
 #include <csignal>
+#include <initializer_list>
 #include <unistd.h>
 #if defined(__linux__) && defined(__has_include)
 #if __has_include(<execinfo.h>)
@@ -52,14 +53,14 @@ MS_UNTRACED inline void say_where(int signal)
 }
 
 // On a stack of its own: the thread's may be what is wrong.
-inline void say_where_when_stopped()
+inline void say_where_at(std::initializer_list<int> signals)
 {
     static char stack[256 << 10];
     stack_t alternate = {};
     alternate.ss_sp = stack;
     alternate.ss_size = sizeof stack;
     sigaltstack(&alternate, nullptr);
-    for (int signal : {SIGTERM, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) {
+    for (int signal : signals) {
         struct sigaction action = {};
         action.sa_handler = say_where;
         action.sa_flags = SA_ONSTACK | SA_NODEFER;

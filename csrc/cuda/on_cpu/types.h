@@ -23,10 +23,25 @@ struct dim3 {
     constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
 
+// clang's sanitizer looks at the address of an operator's argument, and not at that of a plain copy.
+#if defined(__clang__) && defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define MS_ASSIGN(name)                                                                                               \
+    name &operator=(const name &from)                                                                                 \
+    {                                                                                                                 \
+        memcpy(this, &from, sizeof from);                                                                             \
+        return *this;                                                                                                 \
+    }
+#endif
+#endif
+#ifndef MS_ASSIGN
+#define MS_ASSIGN(name)
+#endif
+
 #define MS_VECTOR(T, name)                                                                                            \
-    struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                                                \
+    struct alignas(2 * sizeof(T)) name##2 { T x, y; MS_ASSIGN(name##2) };                                             \
     struct name##3 { T x, y, z; };                                                                                    \
-    struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; };                                \
+    struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; MS_ASSIGN(name##4) };             \
     inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                                        \
     inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 MS_VECTOR(float, float)
@@ -35,6 +50,7 @@ MS_VECTOR(unsigned, uint)
 MS_VECTOR(signed char, char)
 MS_VECTOR(unsigned char, uchar)
 #undef MS_VECTOR
+#undef MS_ASSIGN
 
 constexpr int warpSize = 32;
 

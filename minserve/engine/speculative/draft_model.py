@@ -45,7 +45,8 @@ class DraftModel:
         """A proposer for an engine of that config. Its pool holds what the engine's does, and everybody's guesses."""
         block_size = config.block_size
         num_blocks = config.num_kv_blocks + config.seats * (1 + -(-config.num_speculative_tokens // block_size))
-        kv_cache = KVCache.of_model(self.config, num_blocks, block_size, self._backend.kv_cache_dtype)
+        dtype = self._backend.kv_cache_dtype
+        kv_cache = KVCache.of_model(self.config, num_blocks, block_size, dtype, self._backend)
         return DraftModelProposer(
             ModelRunner(self._transformer, kv_cache),
             Sampler(self._backend),
