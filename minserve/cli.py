@@ -34,7 +34,7 @@ MINSERVE_DEBUG=1 (tracebacks), NO_COLOR.
 
 def build_parser() -> Parser:
     """The parser with every command; a command's function is in `args.run`."""
-    from minserve.commands import bench, chat, doctor, evaluate, generate, models, simulate
+    from minserve.commands import bench, chat, cuda_check, doctor, evaluate, generate, models, simulate
     from minserve.commands.arguments import Parser
 
     parser = Parser(
@@ -45,7 +45,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and end")
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (generate, chat, bench, simulate, models, evaluate, doctor):
+    for module in (generate, chat, bench, simulate, models, evaluate, cuda_check, doctor):
         module.add_parser(commands)
     return parser
 

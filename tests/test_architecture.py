@@ -10,7 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "minserve"
 # In the order in which a request passes them; a module may import from its own place and from places before it.
 STATIONS = ["errors", "sampling_params", "events", "event_log", "request", "tasks", "text", "ops", "model", "kv"]
-STATIONS += ["engine", "llm", "quantize", "simulate", "bench", "commands", "cli", "__init__", "__main__"]
+STATIONS += ["engine", "llm", "quantize", "simulate", "bench", "kernel_check", "commands", "cli"]
+STATIONS += ["__init__", "__main__"]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

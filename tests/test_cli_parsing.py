@@ -95,7 +95,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 MISTAKES = [
     # arguments, what the line must say
     (["genrate"], "there is no command 'genrate' (did you mean generate?)"),
-    (["xyzzy"], "there are generate, chat, bench, simulate, models, eval, doctor (see minserve --help)"),
+    (["xyzzy"], "there are generate, chat, bench, simulate, models, eval, cuda-check, doctor (see minserve --help)"),
     (["models", "pul", "smollm2"], "there is no command 'pul' (did you mean pull?); there are pull, show"),
     (["eval", "perplexty", "x"], "did you mean perplexity?"),
     (["eval"], "required: MEASURE (see minserve eval --help)"),

@@ -25,6 +25,8 @@ STAGES = {
     "serve": ("serving", "requests"),
     "time": ("timing", "turns"),
     "calibrate": ("measuring", "seconds"),
+    "compile": ("compiling", "programs"),
+    "run": ("running", "runs"),
 }
 
 
