@@ -165,3 +165,13 @@ def test_nvcc_builds_a_library_that_loads_without_a_driver(source: Path) -> None
 def test_kernels_are_portable_text() -> None:
     for path in CUDA.rglob("*.*"):
         assert path.read_bytes().isascii(), path
+
+
+@pytest.mark.slow
+def test_clang_compiles_for_arm(tmp_path: Path) -> None:
+    """Where the stack pointer of a new thread would not be a multiple of 16, it does not compile."""
+    pytest.importorskip("ziglang")
+    flags = ["-target", "aarch64-linux-gnu", "-std=c++17", "-O1", "-Wno-unknown-pragmas", "-I", ".", "-I", "on_cpu"]
+    arguments = [*flags, "-x", "c++", "-c", "minserve_cuda.cu", "-o", str(tmp_path / "out.o")]
+    done = run([sys.executable, "-m", "ziglang", "c++", *arguments], CUDA, HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -298,3 +299,24 @@ def test_gdb_stops_at_the_thread(tmp_path: Path) -> None:
     assert "Breakpoint 1" in said.stdout, said
     assert "$1 = 37\n" in said.stdout
     assert "$2 = 2\n" in said.stdout
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
+    """They ended minserve alone: compilers ran on, and the folder stayed."""
+    command = [sys.executable, "-m", "minserve", "cuda-check", "naive", "--only", "float32"]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob("minserve-cuda-*/translated.cu")) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    assert not list(tmp_path.glob("minserve-cuda-*"))
+
+
+def test_a_compiler_that_is_no_command() -> None:
+    with pytest.raises(KernelError, match='--compiler: "\'" is no command: No closing quotation'):
+        find_compiler(cuda_sources(), "'")

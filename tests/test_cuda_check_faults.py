@@ -125,6 +125,20 @@ def test_a_kernel_that_reads_a_whole_block_and_masks_it_is_right(tmp_path: Path)
 
 
 @needs_compiler
+def test_nobody_waits_for_lanes_that_there_are_not(tmp_path: Path) -> None:
+    """Of 48 threads the second warp has 16; and of the first one half returns early, where no barrier follows."""
+    text = replaced(source("naive"), "#define THREADS 128", "#define THREADS 48")
+    end = "        out[i] = mixed / sum;\n    }\n"
+    text = replaced(text, end, end + "    __syncwarp();\n    if (threadIdx.x < 16) return;\n    __syncwarp();\n")
+    kernel = tmp_path / "surplus.cu"
+    kernel.write_text(text, encoding="utf-8")
+    cases = make_cases("small", ("float32",))
+    outcome = check_kernel(kernel, cases, find_compiler(cuda_sources()), tmp_path, variants=("plain",))
+    assert outcome.findings == []
+    assert len(outcome.judgements) == len(cases)
+
+
+@needs_compiler
 def test_cases_that_a_kernel_does_not_take_are_told_and_the_others_judged(tmp_path: Path) -> None:
     kernel = tmp_path / "float32_64.cu"
     kernel.write_text(source("fast"), encoding="utf-8")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -138,3 +140,17 @@ def test_cuda_without_a_driver_says_so_in_one_line(
         "minserve: error: the backend cuda cannot run: this machine has no NVIDIA driver: "
         "use --backend cuda-on-cpu, which needs none, or c\n"
     )
+
+
+def test_a_thread_that_still_computes_at_the_end_does_no_harm() -> None:
+    """Its KV cache was freed under it: the process ended by a bad address."""
+    program = """
+import threading, time
+from minserve import LLM, SamplingParams
+llm = LLM("tiny", backend="cuda-on-cpu", threads=1, num_kv_blocks=2000)
+params = SamplingParams(max_tokens=400, ignore_eos=True)
+threading.Thread(target=lambda: [llm.generate("Once upon", params) for _ in range(99)], daemon=True).start()
+time.sleep(0.5)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

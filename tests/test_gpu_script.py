@@ -50,7 +50,7 @@ def test_a_wrong_kernel_is_named_and_ends_with_1(tmp_path: Path) -> None:
     (tmp_path / "minserve").symlink_to(ROOT / "minserve")
     kernel = tmp_path / "csrc" / "cuda" / "paged_attention.cu"
     text = kernel.read_text("utf-8")
-    wrong = text.replace("(int)((first_row + row) / group) + 1 : 0", "(int)((first_row + row) / group) : 0")
+    wrong = text.replace("before + (first_row + row) / group + 1 : 0", "before + (first_row + row) / group : 0")
     assert wrong != text
     kernel.write_text(wrong, "utf-8")
     done = run(tmp_path, "--on-cpu")

@@ -9,11 +9,14 @@
 // nothing was written. stdout: a JSON line before and one after each case, so that it is known which one was under
 // way when a sanitizer ended the program. TIMES: then it also measures so many launches of each case, FLUSH_BYTES of
 // other memory being written before each, and copies of that many bytes.
-#include MS_KERNEL_FILE
+#include "paged_attention.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include MS_KERNEL_FILE
+
 #include <vector>
 #ifdef MS_ACCOUNT
 #include "account.h"
@@ -55,15 +58,31 @@ void *on_device(const void *from, size_t size, bool can_be_written = false)
     return memory;
 }
 
+// An array that the kernel reads, and a copy of what it was.
+struct Input {
+    const char *name;
+    void *memory, *before;
+    size_t size;
+};
+
 // The next array of the case file, on the device.
-void *read_array(FILE *file, size_t size)
+Input read_array(const char *name, FILE *file, size_t size)
 {
     void *bytes = malloc(size ? size : 1);
     if (!bytes) give_up("no memory", "case file");
     if (fread(bytes, 1, size, file) != size) give_up("ends too early", "case file");
-    void *memory = on_device(bytes, size);
-    free(bytes);
-    return memory;
+    return {name, on_device(bytes, size), bytes, size};
+}
+
+// The first input that is not what it was, or null.
+const char *changed_input(const std::vector<Input> &inputs)
+{
+    for (const Input &input : inputs) {
+        std::vector<char> now(input.size);
+        if (input.size) must(cudaMemcpy(now.data(), input.memory, input.size, cudaMemcpyDeviceToHost), "cudaMemcpy");
+        if (input.size && memcmp(now.data(), input.before, input.size) != 0) return input.name;
+    }
+    return nullptr;
 }
 
 void print_quoted(const char *text)
@@ -161,12 +180,18 @@ void run_case(int number, const Header &h, FILE *file, FILE *results, int times,
     const size_t rows = static_cast<size_t>(h.tokens) * h.heads, out_bytes = rows * h.head_dim * sizeof(float);
     const size_t partial = h.with_partial ? h.max_partitions * rows * (h.head_dim + 2) * sizeof(float) : 0;
     void *arrays[10] = {};
-    arrays[0] = read_array(file, out_bytes); // q has out's size
-    for (int i = 1; i <= 2; i++) arrays[i] = read_array(file, kv_rows * h.head_dim * value_size);
-    for (int i = 3; i <= 4 && h.kv_type == KV_INT8; i++) arrays[i] = read_array(file, kv_rows * sizeof(float));
-    arrays[5] = read_array(file, static_cast<size_t>(h.sequences) * h.max_blocks * sizeof(int32_t));
-    arrays[6] = read_array(file, h.sequences * sizeof(int32_t));
-    arrays[7] = read_array(file, (h.sequences + static_cast<size_t>(1)) * sizeof(int32_t));
+    const char *names[8] = {"q", "k", "v", "k_scale", "v_scale", "block_tables", "context_lens", "query_start_loc"};
+    const size_t kv_bytes = kv_rows * h.head_dim * value_size, scale_bytes = kv_rows * sizeof(float);
+    const size_t table_bytes = static_cast<size_t>(h.sequences) * h.max_blocks * sizeof(int32_t);
+    const size_t lens_bytes = h.sequences * sizeof(int32_t);
+    const size_t sizes[8] = {out_bytes, kv_bytes, kv_bytes, scale_bytes, scale_bytes, table_bytes, lens_bytes,
+                             lens_bytes + sizeof(int32_t)}; // q has out's size
+    std::vector<Input> inputs;
+    for (int i = 0; i < 8; i++) {
+        if ((i == 3 || i == 4) && h.kv_type != KV_INT8) continue;
+        inputs.push_back(read_array(names[i], file, sizes[i]));
+        arrays[i] = inputs.back().memory;
+    }
     arrays[8] = on_device(nullptr, out_bytes, true);
     if (partial) arrays[9] = on_device(nullptr, partial, true);
     paged_attention_arguments a = {};
@@ -184,6 +209,7 @@ void run_case(int number, const Header &h, FILE *file, FILE *results, int times,
     a.kv_type = h.kv_type, a.scale = h.scale;
 #ifndef __CUDACC__
     cuda_on_cpu::state.order = h.order;
+    cuda_on_cpu::forget_failure();
 #endif
 #ifdef MS_ASAN
     if (getenv("MS_GUARD_UNSEEN"))
@@ -202,6 +228,8 @@ void run_case(int number, const Header &h, FILE *file, FILE *results, int times,
     free(out);
     printf("{\"case\": %d, \"code\": %d, \"message\": ", number, static_cast<int>(code));
     print_quoted(code == cudaSuccess ? "" : cudaGetErrorString(code));
+    const bool can_compare = code == cudaSuccess && !getenv("MS_GUARD_UNSEEN"); // which forbids reading some slots
+    if (const char *changed = can_compare ? changed_input(inputs) : nullptr) printf(", \"changed\": \"%s\"", changed);
 #ifdef MS_ACCOUNT
     print_account();
     cuda_on_cpu::reset_account();
@@ -221,6 +249,7 @@ void run_case(int number, const Header &h, FILE *file, FILE *results, int times,
     fflush(stdout);
     for (void *array : arrays)
         if (array) cudaFree(array);
+    for (const Input &input : inputs) free(input.before);
     if (code != cudaSuccess && code != cudaErrorInvalidValue) exit(1); // a GPU takes nothing more after a fault
 }
 

@@ -64,6 +64,17 @@ struct ms_cuda {
 
 namespace {
 
+// Before whatever a call does: it concerns the first device, whichever this thread chose for others. A launch that
+// failed on a CPU is over; on a GPU its error stays.
+int enter(const ms_cuda *device)
+{
+    if (!device) return MS_CUDA_NULL_POINTER;
+#ifndef __CUDACC__
+    cuda_on_cpu::forget_failure();
+#endif
+    return cudaSetDevice(0);
+}
+
 int check_cache(const ms_cuda_cache *cache)
 {
     if (!cache || !cache->k || !cache->v) return MS_CUDA_NULL_POINTER;
@@ -74,6 +85,9 @@ int check_cache(const ms_cuda_cache *cache)
     if ((int64_t)cache->num_blocks * cache->block_size > INT32_MAX) return MS_CUDA_BAD_SIZE;
     return MS_CUDA_OK;
 }
+
+constexpr int MOST_CONTEXT = 65535 * PARTITION; // a grid has no more parts
+constexpr size_t MOST_PARTIAL = (size_t)256 << 20; // bytes of parts that are kept
 
 // The kernels trust what is checked here. Finds the most new tokens and the longest context of any sequence.
 int check_attention(const ms_cuda_cache *cache, const ms_cuda_attention *a, int *max_query_len, int *max_context_len)
@@ -95,6 +109,7 @@ int check_attention(const ms_cuda_cache *cache, const ms_cuda_attention *a, int 
         if (length < count) return MS_CUDA_BAD_SEQUENCE;
         const int blocks = (int)(((int64_t)length + cache->block_size - 1) / cache->block_size);
         if (blocks > a->max_blocks) return MS_CUDA_BAD_BLOCK;
+        if (length > MOST_CONTEXT) return MS_CUDA_BAD_SIZE;
         for (int i = 0; i < blocks; i++) {
             const int block = a->block_tables[(size_t)s * a->max_blocks + i];
             if (block < 0 || block >= cache->num_blocks) return MS_CUDA_BAD_BLOCK;
@@ -105,10 +120,12 @@ int check_attention(const ms_cuda_cache *cache, const ms_cuda_attention *a, int 
     return MS_CUDA_OK;
 }
 
-// Few thread blocks do not fill a device: then the parts of a context go to several.
-bool use_parts(const ms_cuda *device, const ms_cuda_cache *cache, const ms_cuda_attention *a)
+// Few thread blocks do not fill a device: then the parts of a context go to several, if their results take no
+// unreasonable memory.
+bool use_parts(const ms_cuda *device, const ms_cuda_cache *cache, const ms_cuda_attention *a, size_t nbytes)
 {
     if (a->split != MS_CUDA_AUTO) return a->split == MS_CUDA_PARTS;
+    if (nbytes > MOST_PARTIAL) return false;
     const int64_t tiles = (int64_t)a->tokens * (a->heads / cache->kv_heads) / ROWS + a->sequences;
     return tiles * cache->kv_heads < 4 * (int64_t)device->properties.multiProcessorCount;
 }
@@ -118,7 +135,7 @@ int stage_attention(ms_cuda *device, const ms_cuda_cache *cache, const ms_cuda_a
                     paged_attention_arguments *staged)
 {
     int max_query_len, max_context_len;
-    if (!device) return MS_CUDA_NULL_POINTER;
+    TRY(enter(device));
     TRY(check_attention(cache, a, &max_query_len, &max_context_len));
     const size_t rows = (size_t)a->tokens * a->heads, d = cache->head_dim;
     TRY(device->out.reserve(rows * d * sizeof(float)));
@@ -127,10 +144,13 @@ int stage_attention(ms_cuda *device, const ms_cuda_cache *cache, const ms_cuda_a
     TRY(device->context_lens.fill(a->context_lens, a->sequences * sizeof(int32_t)));
     TRY(device->query_start_loc.fill(a->query_start_loc, (a->sequences + 1) * sizeof(int32_t)));
     const int parts = (max_context_len + PARTITION - 1) / PARTITION;
-    if (parts > 1 && use_parts(device, cache, a)) {
-        TRY(device->partial.reserve(parts * rows * (d + 2) * sizeof(float)));
-        staged->partial = (float *)device->partial.memory;
-    } else staged->partial = nullptr;
+    const size_t partial_bytes = parts * rows * (d + 2) * sizeof(float);
+    staged->partial = nullptr; // one pass, also where there is no memory for parts: the bits are the same
+    if (parts > 1 && use_parts(device, cache, a, partial_bytes)) {
+        const int code = device->partial.reserve(partial_bytes);
+        if (code && code != cudaErrorMemoryAllocation) return code;
+        if (!code) staged->partial = (float *)device->partial.memory;
+    }
     staged->out = (float *)device->out.memory;
     staged->q = (const float *)device->q.memory;
     staged->k = cache->k, staged->v = cache->v;
@@ -192,6 +212,7 @@ EXPORT int ms_cuda_open(ms_cuda **device)
     (void)driver;
     TRY(cudaGetDeviceCount(&count));
     if (count < 1) return cudaErrorNoDevice;
+    TRY(cudaSetDevice(0));
     ms_cuda *made = new (std::nothrow) ms_cuda();
     if (!made) return MS_CUDA_NO_MEMORY;
     if (const int code = cudaGetDeviceProperties(&made->properties, 0)) return delete made, code;
@@ -210,7 +231,8 @@ EXPORT void ms_cuda_close(ms_cuda *device)
 
 EXPORT int ms_cuda_describe(ms_cuda *device, ms_cuda_description *description)
 {
-    if (!device || !description) return MS_CUDA_NULL_POINTER;
+    if (!description) return MS_CUDA_NULL_POINTER;
+    TRY(enter(device));
     size_t available, total;
     int driver, runtime;
     TRY(cudaMemGetInfo(&available, &total));
@@ -228,30 +250,38 @@ EXPORT int ms_cuda_describe(ms_cuda *device, ms_cuda_description *description)
 
 EXPORT int ms_cuda_allocate(ms_cuda *device, void **memory, size_t nbytes)
 {
-    if (!device || !memory) return MS_CUDA_NULL_POINTER;
+    if (!memory) return MS_CUDA_NULL_POINTER;
+    TRY(enter(device));
     TRY(allocate(memory, nbytes));
     if (const int code = cudaMemset(*memory, 0, nbytes)) return cudaFree(*memory), code;
     return MS_CUDA_OK;
 }
 
-EXPORT int ms_cuda_free(ms_cuda *device, void *memory) { return device ? (int)cudaFree(memory) : MS_CUDA_NULL_POINTER; }
+EXPORT int ms_cuda_free(ms_cuda *device, void *memory)
+{
+    TRY(enter(device));
+    return cudaFree(memory);
+}
 
 EXPORT int ms_cuda_upload(ms_cuda *device, void *to, const void *from, size_t nbytes)
 {
-    if (!device || !to || !from) return MS_CUDA_NULL_POINTER;
+    if (!to || !from) return MS_CUDA_NULL_POINTER;
+    TRY(enter(device));
     return cudaMemcpy(to, from, nbytes, cudaMemcpyHostToDevice);
 }
 
 EXPORT int ms_cuda_download(ms_cuda *device, void *to, const void *from, size_t nbytes)
 {
-    if (!device || !to || !from) return MS_CUDA_NULL_POINTER;
+    if (!to || !from) return MS_CUDA_NULL_POINTER;
+    TRY(enter(device));
     return cudaMemcpy(to, from, nbytes, cudaMemcpyDeviceToHost);
 }
 
 EXPORT int ms_cuda_write_kv(ms_cuda *device, const ms_cuda_cache *cache, const float *k, const float *v,
                             const int32_t *slots, int32_t tokens)
 {
-    if (!device || !k || !v || !slots) return MS_CUDA_NULL_POINTER;
+    if (!k || !v || !slots) return MS_CUDA_NULL_POINTER;
+    TRY(enter(device));
     TRY(check_cache(cache));
     if (tokens < 0) return MS_CUDA_BAD_SIZE;
     for (int t = 0; t < tokens; t++)

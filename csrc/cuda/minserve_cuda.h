@@ -78,8 +78,8 @@ int ms_cuda_free(ms_cuda *device, void *memory);
 int ms_cuda_upload(ms_cuda *device, void *to, const void *from, size_t nbytes);
 int ms_cuda_download(ms_cuda *device, void *to, const void *from, size_t nbytes);
 
-/* k, v (T, kv_heads, head_dim) into the cache, token t at slot slots[t] = block * block_size + place. Of tokens that
- * name the same slot, any may stay. */
+/* k, v (T, kv_heads, head_dim) into the cache, token t at slot slots[t] = block * block_size + place. No slot may be
+ * named twice. */
 int ms_cuda_write_kv(ms_cuda *device, const ms_cuda_cache *cache, const float *k, const float *v,
                      const int32_t *slots, int32_t tokens);
 

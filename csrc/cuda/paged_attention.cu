@@ -132,12 +132,13 @@ __global__ void __launch_bounds__(THREADS) attend_to_tile(paged_attention_argume
     const int group = a.heads / a.kv_heads, kv_head = blockIdx.y;
     const int s = sequence_of_tile(a.query_start_loc, a.sequences, group, blockIdx.x);
     const int first_token = a.query_start_loc[s], query_len = a.query_start_loc[s + 1] - first_token;
-    const int64_t first_row = (int64_t)((int)blockIdx.x - first_tile(a.query_start_loc, s, group)) * ROWS;
-    const int64_t rows_left = (int64_t)query_len * group - first_row;
+    // int: tokens times heads is below 2**31, and a division of 64 bits takes a GPU many steps
+    const int first_row = ((int)blockIdx.x - first_tile(a.query_start_loc, s, group)) * ROWS;
+    const int rows_left = query_len * group - first_row;
     if (rows_left <= 0) return; // a tile that was kept and not needed
-    const int rows = rows_left < ROWS ? (int)rows_left : ROWS;
+    const int rows = rows_left < ROWS ? rows_left : ROWS;
     const int before = a.context_lens[s] - query_len; // tokens before the first new one
-    const int tile_sees = before + (int)((first_row + rows - 1) / group) + 1; // tokens that its last row sees
+    const int tile_sees = before + (first_row + rows - 1) / group + 1; // tokens that its last row sees
     const bool is_split = gridDim.z > 1;
     const int begin = is_split ? blockIdx.z * PARTITION : 0;
     const int end = is_split && begin + PARTITION < tile_sees ? begin + PARTITION : tile_sees;
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(THREADS) attend_to_tile(paged_attention_argume
     const int32_t *blocks = a.block_tables + (size_t)s * a.max_blocks; // (max_blocks,)
 
     for (int i = threadIdx.x; i < rows * D; i += THREADS) {
-        const int64_t row = first_row + i / D;
+        const int row = first_row + i / D;
         const size_t token = first_token + row / group, head = kv_head * group + row % group;
         queries[i / D][i % D] = a.q[(token * a.heads + head) * D + i % D] * (a.scale * LOG2_E);
     }
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(THREADS) attend_to_tile(paged_attention_argume
     float all_values[ROWS_A_WARP][E], part_values[ROWS_A_WARP][E];
     for (int i = 0; i < ROWS_A_WARP; i++) {
         const int row = warp + i * WARPS;
-        sees[i] = row < rows ? before + (int)((first_row + row) / group) + 1 : 0;
+        sees[i] = row < rows ? before + (first_row + row) / group + 1 : 0;
         all[i] = part[i] = {-INFINITY, 0.0f};
         for (int e = 0; e < E; e++) all_values[i][e] = part_values[i][e] = 0.0f;
     }
@@ -235,8 +236,8 @@ __global__ void __launch_bounds__(THREADS) attend_to_tile(paged_attention_argume
 
     for (int i = 0; i < ROWS_A_WARP; i++) {
         if (begin >= sees[i]) continue;
-        const int64_t row = first_row + warp + i * WARPS;
-        const size_t place = (first_token + row / group) * a.heads + kv_head * group + row % group;
+        const int row = first_row + warp + i * WARPS;
+        const size_t place = (size_t)(first_token + row / group) * a.heads + kv_head * group + row % group;
         if (!is_split) {
             for (int e = 0; e < E; e++) a.out[place * D + lane + e * WARP] = all_values[i][e] / all[i].sum;
             continue;

@@ -36,7 +36,7 @@ typedef struct {
     float *partial; // room for (max_partitions, T, heads, head_dim + 2), or null: then use one pass
     int tokens, sequences, max_blocks; // T, S
     int max_query_len, max_partitions; // new tokens of any sequence, and ceil(longest context / PARTITION)
-    int heads, kv_heads, head_dim, block_size; // heads % kv_heads == 0, head_dim 32, 64 or 128, block_size % 8 == 0
+    int heads, kv_heads, head_dim, block_size; // heads % kv_heads == 0, head_dim 32, 64 or 128
     int kv_type;
     float scale; // of the scores
 } paged_attention_arguments;

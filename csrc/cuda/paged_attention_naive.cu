@@ -79,6 +79,7 @@ template <typename T> __global__ void naive_paged_attention(paged_attention_argu
 int launch_paged_attention(const paged_attention_arguments *a)
 {
     if (a->max_partitions > MOST_TOKENS / PARTITION) return cudaErrorInvalidValue;
+    if (a->tokens == 0) return cudaSuccess; // a grid of no blocks is an error
     const dim3 grid(a->tokens, a->heads);
     switch (a->kv_type) {
     case KV_FLOAT32: LAUNCH(naive_paged_attention<float>, grid, THREADS)(*a); break;

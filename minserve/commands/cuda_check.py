@@ -7,9 +7,11 @@ import contextlib
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     compiler = find_compiler(cuda_sources(), args.compiler)
     kernel = _kernel(args.file, compiler.sources)
     cases = make_cases(args.shapes, (args.only,) if args.only else tuple(KV_TYPES))
-    with _folder(args.keep, args.gdb is not None) as folder, _compiler_speaks():
+    with _leave_nothing_behind(), _folder(args.keep, args.gdb is not None) as folder, _compiler_speaks():
         if args.gdb is not None:
             return _debug(kernel, cases, compiler, folder, args.gdb)
         with StageProgress(kernel.name, opening="translating", quiet=args.json) as bar:
@@ -134,6 +136,20 @@ def run(args: argparse.Namespace) -> int:
     if args.keep is not None:
         note(f"programs, cases and the translated file are in {args.keep}")
     return 0 if outcome.is_right else FAILED
+
+
+@contextlib.contextmanager
+def _leave_nothing_behind() -> Iterator[None]:
+    """Let a signal that ends this process take the programs that it started and their folder along, as Ctrl-C does."""
+    signals = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    if threading.current_thread() is not threading.main_thread():
+        signals = []
+    before = {each: signal.signal(each, lambda number, _: sys.exit(128 + number)) for each in signals}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextlib.contextmanager

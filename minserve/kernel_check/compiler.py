@@ -86,7 +86,10 @@ def find_compiler(sources: Path, wanted: str | None = None) -> Compiler:
     """The compiler that was asked for, that $CXX names, or g++ or clang++. Raises KernelError: what to install."""
     for origin, text in (("--compiler", wanted), ("CXX", os.environ.get("CXX"))):
         if text:
-            command = shlex.split(text)
+            try:
+                command = shlex.split(text)
+            except ValueError as error:  # a quotation mark without its fellow
+                raise KernelError(f"{origin}: {text!r} is no command: {error}") from None
             if not command or shutil.which(command[0]) is None:
                 raise KernelError(f"{origin}: there is no program {text!r}; leave it out to use g++ or clang++")
             return _made(command, sources)

@@ -35,6 +35,7 @@ KINDS: Mapping[str, str] = {
     "depends on the order": "the result changes with the order in which threads run, as it does on a GPU from run to "
     "run: look for a missing barrier, or additions in no fixed order",
     "uninitialised shared memory": "shared memory holds what the block before left there: write it before it is read",
+    "writes to an input": "q, the KV cache and the tables are read by others: write to out and partial alone",
     "endless loop": "the kernel was stopped after the time limit (--timeout): check how the loop ends",
     "crash": "the program that runs the kernel ended: a wild address, a division by zero, or too large local arrays",
     "nothing taken": "launch_paged_attention returned cudaErrorInvalidValue for all cases: it must take some sizes",

@@ -38,6 +38,7 @@ class CaseRun:
     code: int | None = None
     message: str = ""
     account: dict[str, Any] | None = None
+    changed: str = ""  # the input that the kernel wrote to
     out: np.ndarray | None = None  # float32 (T, H, d), where code is 0
 
 
@@ -49,6 +50,13 @@ class ProgramRun:
     program: Path
     ended: Ended
     cases: list[CaseRun] = field(default_factory=list)
+    num_cases: int = 0  # that it was given
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether it ended as if all were well, before all cases had a result."""
+        has_results = all(run.code is None or run.code != 0 or run.out is not None for run in self.cases)
+        return self.ended.code == 0 and (len(self.cases) < self.num_cases or not has_results)
 
     @property
     def unfinished(self) -> CaseRun | None:
@@ -76,14 +84,15 @@ def run_program(
         seconds=seconds,
         environment={**_OPTIONS.get(variant, {}), **(environment or {})},
     )
-    run = ProgramRun(variant, program, ended)
+    run = ProgramRun(variant, program, ended, num_cases=len(cases))
     for said in _said(ended.stdout):
-        number = said["case"]
-        if said.get("started"):
-            run.cases.append(CaseRun(cases[number], order))
-        elif run.cases:
+        # A kernel can print such a line as well: what does not fit is not believed.
+        if said.get("started") is True and said["case"] == len(run.cases) < len(cases):
+            run.cases.append(CaseRun(cases[said["case"]], order))
+        elif isinstance(said.get("code"), int) and run.cases and said["case"] == len(run.cases) - 1:
             last = run.cases[-1]
             last.code, last.message, last.account = said["code"], said.get("message", ""), said.get("account")
+            last.changed = said.get("changed", "")
     results = result_file.read_bytes() if result_file.exists() else b""
     at = 0
     for case_run in run.cases:

@@ -17,7 +17,8 @@ _WORDS = (
     ("waits at __syncthreads, but", "divergent barrier"),
     ("deadlock:", "deadlock"),
     ("in a shuffle with mask", "bad mask"),
-    ("calls a warp operation with mask", "bad mask"),
+    ("which leaves its own lane", "bad mask"),
+    ("reads lane", "bad mask"),  # that has returned
     ("cannot be launched", "launch failure"),
 )
 _SIGNALS = {4: "an illegal instruction", 6: "abort()", 7: "a bus error", 8: "a division by zero", 11: "a bad address"}
@@ -33,6 +34,9 @@ def read_report(run: ProgramRun, kernel: Path) -> list[Finding]:
     unfinished = run.unfinished
     if unfinished is not None:
         findings.append(_end(run, unfinished, kernel))
+    elif not findings and run.ended_early:
+        what = f"the program ended after {len(run.cases)} of {run.num_cases} cases, without a result of the last one"
+        findings.append(Finding("crash", what, run.variant))
     elif not findings and (run.ended.code or run.ended.timed_out):
         said = (run.ended.stderr.strip().splitlines() or ["nothing"])[-1]
         findings.append(Finding("crash", f"the program ended with code {run.ended.code}; it said: {said}", run.variant))

@@ -80,6 +80,7 @@ def _hint(case: Case, out: np.ndarray, wanted: np.ndarray, rows: np.ndarray) -> 
 def judge_runs(runs: Sequence[CaseRun]) -> tuple[list[Judgement], list[Finding]]:
     """Judge each case's first run; the findings, one a kind, name the first case that shows it."""
     judgements = [judge(run.case, run.out) for run in runs if run.out is not None]
+    changed = [run for run in runs if run.changed]
     first: dict[str, tuple[Judgement, int]] = {}
     for judgement in judgements:
         if judgement.kind:
@@ -89,6 +90,9 @@ def judge_runs(runs: Sequence[CaseRun]) -> tuple[list[Judgement], list[Finding]]
         Finding(kind, judgement.what, "plain", case=judgement.case.name, num_cases=count)
         for kind, (judgement, count) in first.items()
     ]
+    if changed:
+        what = f"`{changed[0].changed}` is not what it was before the launch"
+        findings.append(Finding("writes to an input", what, "plain", case=changed[0].case.name, num_cases=len(changed)))
     return judgements, findings
 
 

@@ -39,7 +39,8 @@ class CudaDevice:
                 f"the backend {name} cannot run: {self._words(code)}: use --backend cuda-on-cpu, which needs none, or c"
             )
         self._handle = handle[0]
-        weakref.finalize(self, _in_process(self._process, lib.ms_cuda_close), self._handle)
+        closing = weakref.finalize(self, _in_process(self._process, lib.ms_cuda_close), self._handle)
+        closing.atexit = False  # a thread that still computes would lose its memory; the process's end frees it
 
     def _words(self, code: int) -> str:
         return self.library.ffi.string(self.library.lib.ms_cuda_error_text(code)).decode()
@@ -55,7 +56,7 @@ class CudaDevice:
         if os.getpid() != self._process:
             raise BackendError(
                 f"{operation}: the backend {self.name} was opened in another process, and does not survive a fork: "
-                "load it in this one, or start processes by spawn"
+                "start processes by spawn"
             )
         with self._lock:
             code = function(self._handle, *arguments)

@@ -32,7 +32,8 @@ class DeviceArray:
     def __init__(self, device: DeviceMemory, shape: tuple[int, ...], dtype: Any) -> None:
         self.device, self.shape, self.dtype = device, shape, np.dtype(dtype)
         self.memory = device.allocate(self.nbytes)
-        weakref.finalize(self, device.free, self.memory)
+        freeing = weakref.finalize(self, device.free, self.memory)
+        freeing.atexit = False  # a thread that still computes would lose it; the end of the process frees it
 
     @property
     def ndim(self) -> int:

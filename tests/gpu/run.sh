@@ -11,4 +11,5 @@
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
+export CUDA_DEVICE_ORDER=PCI_BUS_ID   # the first GPU is then the one that nvidia-smi names first
 exec "${PYTHON:-python3}" "$root/tests/gpu/check.py" "$@"

@@ -22,6 +22,7 @@ _SUM = """\
 _ROW_OF_V = "mixed += scores[t] * value(v, a.v_scale, row, d, i);"
 _LENGTH = "const int length = a.context_lens[s] - (a.query_start_loc[s + 1] - 1 - token);"
 _EXP = "for (int t = threadIdx.x; t < length; t += THREADS) scores[t] = expf(scores[t] - largest);"
+_GRID = "const dim3 grid(a->tokens, a->heads);"
 
 FAULTS = [
     Fault(
@@ -274,5 +275,58 @@ FAULTS = [
         "naive",
         (("if (a->max_partitions > MOST_TOKENS / PARTITION) return", "if (a->tokens > 0) return"),),
         "nothing taken",
+    ),
+    Fault(
+        "half of a warp in another shuffle",
+        "fast",
+        (
+            (
+                "x += __shfl_xor_sync(ALL_LANES, x, step);",
+                "x += threadIdx.x % 32 < 16 ? __shfl_xor_sync(ALL_LANES, x, step)\n"
+                "        : __shfl_down_sync(ALL_LANES, x, step);",
+            ),
+        ),
+        "deadlock",
+        at="x += threadIdx.x % 32 < 16 ? __shfl_xor_sync",
+        other=": __shfl_down_sync(ALL_LANES, x, step);",
+    ),
+    Fault(
+        "a lane that has returned is read",
+        "naive",
+        (
+            (
+                "    for (int i = threadIdx.x; i < d; i += THREADS) {",
+                "    if (threadIdx.x % 32 == 31) return;\n"
+                "    if (__shfl_sync(0xffffffffu, sum, 31) < 0) return;\n"
+                "    for (int i = threadIdx.x; i < d; i += THREADS) {",
+            ),
+        ),
+        "bad mask",
+        at="__shfl_sync(0xffffffffu, sum, 31)",
+    ),
+    Fault(
+        "a launch that failed, and nobody asked",
+        "naive",
+        ((_GRID, _GRID + "\n    LAUNCH(naive_paged_attention<float>, grid, 2048)(*a);"),),
+        "launch failure",
+    ),
+    Fault(
+        "a kernel that writes to the queries",
+        "naive",
+        (("out[i] = mixed / sum;", "out[i] = mixed / sum;\n        if (i == 0) ((float *)query)[0] = 7.0f;"),),
+        "writes to an input",
+    ),
+    Fault(
+        "a program that says it is done",
+        "naive",
+        (
+            (
+                _GRID,
+                _GRID
+                + '\n    printf("{\\"case\\": 0, \\"code\\": 0}\\n{\\"case\\": 0, \\"foo\\": 0}\\n");\n'
+                + '    printf("{\\"case\\": 99, \\"started\\": true}\\n");\n    fflush(stdout);\n    _Exit(0);',
+            ),
+        ),
+        "crash",
     ),
 ]

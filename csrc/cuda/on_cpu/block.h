@@ -22,14 +22,18 @@ struct Place {
     int line;
 };
 
-enum Wait { RUNNING, AT_BARRIER, IN_SHUFFLE, IN_BALLOT, RETURNED };
+enum Wait { RUNNING, AT_BARRIER, IN_WARP, RETURNED };
+
+// Warp operations: all lanes of a mask must be in the same one.
+enum Operation { SHUFFLE, SHUFFLE_XOR, SHUFFLE_UP, SHUFFLE_DOWN, BALLOT, ANY, ALL, SYNC };
 
 // A CUDA thread.
 struct Thread {
     Wait wait;
     Place at; // where it waits
-    unsigned mask; // of a warp operation: the lanes that take part,
-    int source; // the lane that is read,
+    Operation operation; // the warp operation:
+    unsigned mask; // the lanes that take part,
+    int width, source; // of a shuffle, the size of its groups and the lane that is read,
     uint64_t in, out; // what this lane gives and gets
     Context context;
     Stack stack;
@@ -40,7 +44,6 @@ struct State {
     Thread threads[MOST_THREADS];
     Thread *current = nullptr; // null between blocks
     int num_threads = 0, at_barrier = 0, returned = 0; // of the block
-    unsigned waiting[MOST_THREADS / WARP]; // of each warp, the lanes that wait in a warp operation
     Context scheduler;
     Stack scheduler_stack;
     char *stacks = nullptr;
@@ -100,6 +103,8 @@ MS_UNTRACED inline void give_way()
     arrived(&self->stack, &state.scheduler_stack);
 }
 
+void complete_operations(Thread *warp);
+
 // Where each thread begins.
 MS_UNTRACED inline void begin_thread()
 {
@@ -109,6 +114,7 @@ MS_UNTRACED inline void begin_thread()
     released(&state.returned);
     state.current->wait = RETURNED;
     state.returned++;
+    complete_operations(state.current - index_of(state.current) % WARP); // others need no longer wait for it
     give_way();
     abort(); // nobody goes back to a thread that returned
 }
@@ -142,28 +148,74 @@ MS_UNTRACED inline void open_barrier()
     state.at_barrier = 0;
 }
 
+// What a warp operation is called.
+MS_UNTRACED inline const char *name_of(Operation operation)
+{
+    switch (operation) {
+    case SHUFFLE: return "__shfl_sync";
+    case SHUFFLE_XOR: return "__shfl_xor_sync";
+    case SHUFFLE_UP: return "__shfl_up_sync";
+    case SHUFFLE_DOWN: return "__shfl_down_sync";
+    case BALLOT: return "__ballot_sync";
+    case ANY: return "__any_sync";
+    case ALL: return "__all_sync";
+    default: return "__syncwarp";
+    }
+}
+
+// Let the lanes of a warp go on whose operation is complete: all that its mask names are in it, but for those that
+// have returned or that the block does not have, for which nobody waits.
+MS_UNTRACED inline void complete_operations(Thread *warp)
+{
+    const int first = index_of(warp);
+    for (int lane = 0; lane < WARP && first + lane < state.num_threads && !state.failed; lane++) {
+        const Thread *self = &warp[lane];
+        if (self->wait != IN_WARP) continue;
+        bool all = true;
+        unsigned taking_part = 0;
+        uint64_t votes = 0;
+        for (int k = 0; all && k < WARP && first + k < state.num_threads; k++) {
+            const Thread *other = &warp[k];
+            if (!(self->mask >> k & 1) || other->wait == RETURNED) continue;
+            all = other->wait == IN_WARP && other->mask == self->mask && other->operation == self->operation &&
+                  other->width == self->width;
+            taking_part |= 1u << k;
+            votes |= static_cast<uint64_t>(other->in != 0) << k;
+        }
+        if (!all) continue;
+        for (int k = 0; k < WARP; k++) {
+            if (!(taking_part >> k & 1)) continue;
+            if (self->operation < BALLOT && !(taking_part >> warp[k].source & 1))
+                return fail(first + k, warp[k].at, "reads lane %d in %s, which %s", warp[k].source,
+                            name_of(self->operation), first + warp[k].source < state.num_threads ? "has returned"
+                                                                                               : "the block does not have");
+            warp[k].out = self->operation < BALLOT ? warp[warp[k].source].in : votes;
+        }
+        for (int k = 0; k < WARP; k++)
+            if (taking_part >> k & 1) warp[k].wait = RUNNING;
+    }
+}
+
 // Nobody can go on. Says so of one of those who wait.
 MS_UNTRACED inline void report_deadlock()
 {
     for (int i = 0; i < state.num_threads; i++) {
         const Thread *self = &state.threads[i];
-        if (self->wait != IN_SHUFFLE && self->wait != IN_BALLOT) continue;
+        if (self->wait != IN_WARP) continue;
         const int warp = i / WARP * WARP;
         for (int lane = 0; lane < WARP; lane++) {
             if (!(self->mask >> lane & 1)) continue;
-            const bool exists = warp + lane < state.num_threads;
             const Thread *other = &state.threads[warp + lane];
-            if (exists && (other->wait == IN_SHUFFLE || other->wait == IN_BALLOT) && other->wait == self->wait &&
-                other->mask == self->mask)
+            if (warp + lane >= state.num_threads || other->wait == RETURNED) continue; // nobody waits for it
+            if (other->wait == IN_WARP && other->operation == self->operation && other->mask == self->mask &&
+                other->width == self->width)
                 continue;
-            if (!exists || other->wait == RETURNED)
-                return fail(i, self->at, "deadlock: waits in a warp operation with mask 0x%08x for lane %d, %s", self->mask,
-                            lane, exists ? "which has returned" : "which the block does not have");
             if (other->wait == AT_BARRIER)
-                return fail(i, self->at, "deadlock: waits in a warp operation with mask 0x%08x for lane %d, which waits at "
-                            "__syncthreads in line %d", self->mask, lane, other->at.line);
-            return fail(i, self->at, "deadlock: waits in a warp operation with mask 0x%08x for lane %d, which waits in "
-                        "another one with mask 0x%08x in line %d", self->mask, lane, other->mask, other->at.line);
+                return fail(i, self->at, "deadlock: waits in %s with mask 0x%08x for lane %d, which waits at "
+                            "__syncthreads in line %d", name_of(self->operation), self->mask, lane, other->at.line);
+            return fail(i, self->at, "deadlock: waits in %s with mask 0x%08x for lane %d, which waits in %s with mask "
+                        "0x%08x in line %d", name_of(self->operation), self->mask, lane, name_of(other->operation),
+                        other->mask, other->at.line);
         }
     }
 }
@@ -181,7 +233,6 @@ inline void account_for_end_of_block() {}
 // Run the block that blockIdx names to its end, or until something is wrong.
 MS_UNTRACED inline void run_block()
 {
-    memset(state.waiting, 0, sizeof state.waiting);
     state.at_barrier = state.returned = 0;
 #ifdef MS_ASAN
     __asan_unpoison_memory_region(state.stacks, MOST_THREADS * STACK_BYTES); // of a launch that failed half-way

@@ -50,12 +50,16 @@ extern "C" void ms_switch_stack(void **save, void *load) asm("ms_switch_stack");
 #endif
 #ifdef __x86_64__
 constexpr int SAVED = 6; // words below the address where it goes on
+constexpr int ABOVE = 2; // words from that address to the top: the stack is then as after a call
+static_assert(ABOVE % 2 == 0, "a call leaves the stack pointer 8 below a multiple of 16");
 asm(".text\n" MS_ASM_HIDE "ms_switch_stack:\n"
     " push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n"
     " mov %rsp,(%rdi)\n mov %rsi,%rsp\n"
     " pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret\n");
 #else
 constexpr int SAVED = 19; // d8 to d15, x19 to x29; above them x30, where it goes on
+constexpr int ABOVE = 1; // so that the stack pointer, 20 words below the top, is a multiple of 16, as it must be
+static_assert((SAVED + ABOVE) % 2 == 0, "the stack pointer is a multiple of 16 whenever memory is read by it");
 asm(".text\n" MS_ASM_HIDE "ms_switch_stack:\n"
     " sub sp,sp,#160\n stp d8,d9,[sp]\n stp d10,d11,[sp,#16]\n stp d12,d13,[sp,#32]\n stp d14,d15,[sp,#48]\n"
     " stp x19,x20,[sp,#64]\n stp x21,x22,[sp,#80]\n stp x23,x24,[sp,#96]\n stp x25,x26,[sp,#112]\n"
@@ -70,8 +74,7 @@ MS_UNTRACED inline void jump(Context *from, Context *to) { ms_switch_stack(&from
 // `context` begins with entry(), which never returns, at the upper end of the stack.
 MS_UNTRACED inline void prepare(Context *context, void *stack, size_t size, void (*entry)())
 {
-    // The word below the top is the address that the switch returns to; the stack is then as after a call.
-    void **where = reinterpret_cast<void **>(static_cast<char *>(stack) + size) - 2;
+    void **where = reinterpret_cast<void **>(static_cast<char *>(stack) + size) - ABOVE;
     *where = reinterpret_cast<void *>(entry);
     context->sp = memset(where - SAVED, 0, SAVED * sizeof *where);
 }

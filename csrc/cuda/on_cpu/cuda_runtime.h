@@ -13,6 +13,9 @@ namespace cuda_on_cpu {
 
 inline std::mutex one_launch;
 
+// Take launches again after one that failed.
+MS_UNTRACED inline void forget_failure() { state.failed = false; }
+
 // Run a kernel, block after block. What is wrong with it is in state.message.
 template <class F> MS_UNTRACED void launch(dim3 grid, dim3 block, F kernel)
 {
@@ -21,9 +24,12 @@ template <class F> MS_UNTRACED void launch(dim3 grid, dim3 block, F kernel)
     gridDim = grid;
     blockDim = block;
     blockIdx = {0, 0, 0};
-    state.failed = false;
+    if (state.failed) return; // as on a GPU: after a fault nothing runs, whoever looks at the error
     if (threads < 1 || threads > MOST_THREADS)
         return fail(0, {"", 0}, "cannot be launched: a block may have 1 to %d threads", MOST_THREADS);
+    if (block.z > 64) return fail(0, {"", 0}, "cannot be launched: a block may be 64 threads deep");
+    if (grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535)
+        return fail(0, {"", 0}, "cannot be launched: a grid may have 65535 blocks in y and in z");
     if (!grid.x || !grid.y || !grid.z) return fail(0, {"", 0}, "cannot be launched: the grid has no block");
     if (!state.stacks) state.stacks = static_cast<char *>(aligned_alloc(64, MOST_THREADS * STACK_BYTES));
     if (!state.stacks) return fail(0, {"", 0}, "cannot be launched: no memory for the threads' stacks");
@@ -91,6 +97,7 @@ inline cudaError_t cudaGetDeviceCount(int *count)
     *count = 1;
     return cudaSuccess;
 }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *properties, int)
 {
     *properties = {"this CPU", 0, 0, 1, 0};
@@ -107,7 +114,11 @@ inline cudaError_t cudaRuntimeGetVersion(int *version)
     return cudaSuccess;
 }
 
-// A launch is over when it returns, so what was wrong with the last one is known at once.
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+
+// A launch is over when it returns, so what was wrong with it is known at once. It is not forgotten by asking.
+inline cudaError_t cudaPeekAtLastError() { return cuda_on_cpu::state.failed ? cudaErrorLaunchFailure : cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return cuda_on_cpu::state.failed ? cudaErrorLaunchFailure : cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaGetLastError(); }
 inline const char *cudaGetErrorString(cudaError_t error)

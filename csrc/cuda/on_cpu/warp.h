@@ -8,51 +8,44 @@ namespace cuda_on_cpu {
 
 MS_UNTRACED inline int lane() { return index_of(state.current) & (WARP - 1); }
 
-// Wait until all lanes of the mask are here, then give what this lane gets: the source lane's value, or for a ballot
-// a bit for each lane whose value is not 0.
-MS_UNTRACED inline uint64_t exchange(Wait kind, unsigned mask, uint64_t value, int source, Place at)
+// Wait until all lanes of the mask are in the same operation, then give what this lane gets: the source lane's value,
+// or for a vote a bit for each lane whose value is not 0.
+MS_UNTRACED inline uint64_t exchange(Operation operation, unsigned mask, uint64_t value, int width, int source, Place at)
 {
     Thread *self = state.current;
     const int i = index_of(self), me = lane();
     Thread *warp = self - me;
-    unsigned *waiting = &state.waiting[i / WARP];
-    if (!(mask >> me & 1)) fail(i, at, "calls a warp operation with mask 0x%08x, which leaves its own lane %d out", mask, me);
-    else if (kind == IN_SHUFFLE && (source < 0 || source >= WARP || !(mask >> source & 1)))
+    if (!(mask >> me & 1))
+        fail(i, at, "calls %s with mask 0x%08x, which leaves its own lane %d out", name_of(operation), mask, me);
+    else if (operation < BALLOT && (source < 0 || source >= WARP || !(mask >> source & 1)))
         fail(i, at, "reads lane %d in a shuffle with mask 0x%08x, which does not hold that lane", source, mask);
-    self->wait = kind;
+    self->wait = IN_WARP;
     self->at = at;
+    self->operation = operation;
     self->mask = mask;
     self->in = value;
+    self->width = width;
     self->source = source;
-    *waiting |= 1u << me;
     released(warp);
-    bool all = !state.failed && (*waiting & mask) == mask;
-    uint64_t votes = 0;
-    for (int k = 0; all && k < WARP; k++) {
-        if (!(mask >> k & 1)) continue;
-        all = warp[k].mask == mask && warp[k].wait == kind;
-        votes |= static_cast<uint64_t>(warp[k].in != 0) << k;
-    }
-    if (all) {
-        for (int k = 0; k < WARP; k++) {
-            if (!(mask >> k & 1)) continue;
-            warp[k].out = kind == IN_BALLOT ? votes : warp[warp[k].source].in;
-            warp[k].wait = RUNNING;
-        }
-        *waiting &= ~mask;
-    } else give_way();
+    complete_operations(warp);
+    if (self->wait != RUNNING) give_way();
     acquired(warp);
     return self->out;
 }
 
-template <class T> MS_UNTRACED T shuffle(unsigned mask, T value, int source, Place at)
+template <class T> MS_UNTRACED T shuffle(Operation operation, unsigned mask, T value, int width, int source, Place at)
 {
     static_assert(sizeof(T) <= 8, "a shuffle takes at most 8 bytes");
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
-    bits = exchange(IN_SHUFFLE, mask, bits, source, at);
+    bits = exchange(operation, mask, bits, width, source, at);
     memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+MS_UNTRACED inline unsigned vote(Operation operation, unsigned mask, int predicate, Place at)
+{
+    return static_cast<unsigned>(exchange(operation, mask, predicate != 0, WARP, 0, at));
 }
 
 } // namespace cuda_on_cpu
@@ -63,44 +56,48 @@ MS_UNTRACED inline void __syncthreads(MS_PLACE) { cuda_on_cpu::wait_at_barrier({
 
 MS_UNTRACED inline unsigned __ballot_sync(unsigned mask, int predicate, MS_PLACE)
 {
-    return static_cast<unsigned>(cuda_on_cpu::exchange(cuda_on_cpu::IN_BALLOT, mask, predicate != 0, 0, {file, line}));
+    return cuda_on_cpu::vote(cuda_on_cpu::BALLOT, mask, predicate, {file, line});
 }
 
-MS_UNTRACED inline void __syncwarp(unsigned mask = 0xffffffffu, MS_PLACE) { __ballot_sync(mask, 0, file, line); }
+MS_UNTRACED inline void __syncwarp(unsigned mask = 0xffffffffu, MS_PLACE)
+{
+    cuda_on_cpu::vote(cuda_on_cpu::SYNC, mask, 1, {file, line});
+}
 
 MS_UNTRACED inline int __any_sync(unsigned mask, int predicate, MS_PLACE)
 {
-    return __ballot_sync(mask, predicate, file, line) != 0;
+    return cuda_on_cpu::vote(cuda_on_cpu::ANY, mask, predicate, {file, line}) != 0;
 }
 
 MS_UNTRACED inline int __all_sync(unsigned mask, int predicate, MS_PLACE)
 {
-    return __ballot_sync(mask, predicate, file, line) == mask;
+    // Lanes that have returned vote for nothing: those that do not agree are counted.
+    return cuda_on_cpu::vote(cuda_on_cpu::ALL, mask, !predicate, {file, line}) == 0;
 }
 
 // The four shuffles. width: the warp is cut into groups of so many lanes, a power of two, and lanes count in them.
 template <class T> MS_UNTRACED T __shfl_sync(unsigned mask, T value, int source, int width = 32, MS_PLACE)
 {
-    const int me = cuda_on_cpu::lane();
-    return cuda_on_cpu::shuffle(mask, value, (me & ~(width - 1)) | (source & (width - 1)), {file, line});
+    const int me = cuda_on_cpu::lane(), from = (me & ~(width - 1)) | (source & (width - 1));
+    return cuda_on_cpu::shuffle(cuda_on_cpu::SHUFFLE, mask, value, width, from, {file, line});
 }
 
 template <class T> MS_UNTRACED T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, MS_PLACE)
 {
-    const int me = cuda_on_cpu::lane(), other = me ^ bits;
-    return cuda_on_cpu::shuffle(mask, value, other / width > me / width ? me : other, {file, line});
+    const int me = cuda_on_cpu::lane(), other = me ^ bits, from = other / width > me / width ? me : other;
+    return cuda_on_cpu::shuffle(cuda_on_cpu::SHUFFLE_XOR, mask, value, width, from, {file, line});
 }
 
 template <class T> MS_UNTRACED T __shfl_down_sync(unsigned mask, T value, int steps, int width = 32, MS_PLACE)
 {
-    const int me = cuda_on_cpu::lane();
-    return cuda_on_cpu::shuffle(mask, value, (me & (width - 1)) + steps < width ? me + steps : me, {file, line});
+    const int me = cuda_on_cpu::lane(), from = (me & (width - 1)) + steps < width ? me + steps : me;
+    return cuda_on_cpu::shuffle(cuda_on_cpu::SHUFFLE_DOWN, mask, value, width, from, {file, line});
 }
 
 template <class T> MS_UNTRACED T __shfl_up_sync(unsigned mask, T value, int steps, int width = 32, MS_PLACE)
 {
-    const int me = cuda_on_cpu::lane();
-    return cuda_on_cpu::shuffle(mask, value, (me & (width - 1)) >= steps ? me - steps : me, {file, line});
+    const int me = cuda_on_cpu::lane(), from = (me & (width - 1)) >= steps ? me - steps : me;
+    return cuda_on_cpu::shuffle(cuda_on_cpu::SHUFFLE_UP, mask, value, width, from, {file, line});
 }
 
 #undef MS_PLACE
