@@ -45,8 +45,9 @@ Most of it. They are no assistants, and nothing that they say is information.
 - **Other wording.** An exercise has one form, the family's name and the question: `add 12+7=` is answered, "What is 12
   plus 7?" is not. The sentences of `json` have a few forms, and the words are those of `minserve/tasks/words.py`.
 - **Other languages.** They have read English plays, and the exercises.
-- **Facts and conversation.** Text that is no exercise is gone on with, or answered, in the manner of the plays. Of what
-  was said before they use nothing: in a conversation, each question is answered for itself.
+- **Facts and conversation.** Text that is no exercise is gone on with, or answered, in the manner of the plays. In a
+  conversation, each exercise is answered for itself; other text may also pick up what was said before.
+- **Long carries.** `add 9999+1=` is one of the few sums that tiny gets wrong.
 """
 
 

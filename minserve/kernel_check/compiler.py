@@ -28,7 +28,9 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "account": ("-O1", "-g", "-fno-unroll-loops", "-DMS_ACCOUNT", "-fsanitize=thread"),
     "lines": ("-O0", "-g", "-DMS_ACCOUNT", "-fsanitize=thread"),  # the account's findings again, with exact lines
 }
-_COMMON = ("-std=c++17", "-fno-strict-aliasing", "-Wno-unknown-pragmas", "-w", "-fdiagnostics-color=never")
+_COMMON: tuple[str, ...] = ("-std=c++17", "-fno-strict-aliasing", "-Wno-unknown-pragmas")
+# A launch that forgets to return a value would never end.
+_COMMON += ("-Werror=return-type", "-fdiagnostics-color=never")
 COMPILE_SECONDS = 300.0
 INSTALL = "install one, for example with `apt install g++` or `xcode-select --install`"
 

@@ -27,9 +27,9 @@ KINDS: Mapping[str, str] = {
     "launch failure": "the kernel cannot be started so: check the grid and the block",
     "wrong result": "the result is not that of float64 arithmetic",
     "past the context's end": "the result is made of slots that no token of the sequence is in: compare positions with "
-    "context_lens before a slot is used, also in the last block",
+    "context_lens before a slot is used, also in the last block, and check how a row is found by the table",
     "not written": "some of `out`, or a part that `out` is made of, was never written: check that the grid covers "
-    "every token, head and element",
+    "every token, head and element, and that nothing is added to what was not set",
     "not a number": "NaN came out of right numbers, as infinity - infinity or 0 / 0 do: subtract the largest score "
     "before exp(), and mind rows that see nothing of a part",
     "depends on the order": "the result changes with the order in which threads run, as it does on a GPU from run to "

@@ -72,6 +72,7 @@ inline cudaError_t cudaMalloc(void **p, size_t size)
 {
     return posix_memalign(p, 256, size ? size : 1) == 0 ? cudaSuccess : cudaErrorMemoryAllocation;
 }
+template <class T> cudaError_t cudaMalloc(T **p, size_t size) { return cudaMalloc(reinterpret_cast<void **>(p), size); }
 inline cudaError_t cudaFree(void *p)
 {
     free(p);
